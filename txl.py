@@ -1,0 +1,445 @@
+"""Transformer-XL (Dai et al. 2019, arXiv:1901.02860): parameters are a dict of arrays, the model is functions of them.
+
+The path of the data, which is the order of this file:
+
+    ids [B, T] -> embed -> x [B, T, D] -> L layers, each over (memory [B, M, D], x) -> hidden [B, T, D] -> nats [B, T]
+
+A layer attends over S = M + T keys, memory first; the newest M of its inputs are the next segment's memory.
+
+    b B  rows, each one stream of text         h H  attention heads           v V  vocabulary
+    t T  positions of the segment (queries)    k K  channels of a head        e E  channels of an embedding table
+    s S  key positions                         d D  channels of the model     n N  tokens of a loss chunk
+    x X  rows of the position table            f F  channels between the two feed-forward products
+    M    memory length                         l L  layers
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+DTYPES = ("float32", "bfloat16", "float64")
+REMAT = ("none", "dots", "full")
+ATTENTION = ("auto", "dense", "chunked")
+HIDDEN = -1e30  # the score of a key that is not visible: finite, so that no gradient is NaN
+
+
+@dataclass(frozen=True)
+class Config:
+    n_token: int = 256  # vocabulary size; taken from the text in training
+    n_layer: int = 4  # layers
+    n_head: int = 4  # attention heads
+    d_model: int = 192  # width of the model
+    d_head: int = 48  # width of a head
+    d_inner: int = 768  # width of the feed-forward layer
+    d_embed: int = 0  # width of the (first) embedding table; 0: d_model
+    mem_len: int = 128  # hidden states remembered per layer
+    dropout: float = 0.0  # share of activations dropped in training
+    dropatt: float = 0.0  # share of attention weights dropped in training
+    clamp_len: int = -1  # distances beyond this count as this; -1: no clamp
+    same_length: bool = False  # every query sees itself and exactly mem_len tokens before it
+    pre_norm: bool = False  # layer norm before each sublayer instead of after it
+    tie_weight: bool = True  # the output table is the embedding table
+    tie_projs: tuple = ()  # for each cluster: its output projection is the embedding's; (): all but the first
+    untie_r: bool = False  # biases u and v of each layer's own instead of one pair for all
+    cutoffs: tuple = ()  # adaptive softmax: first ids of the tail clusters, ascending; (): one softmax
+    div_val: int = 1  # adaptive softmax: each tail cluster's embedding is this many times narrower
+    remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
+    attention: str = "auto"  # dense, chunked (no T x S array kept), auto: chunked from 4 blocks of queries
+    attn_block: int = 128  # queries at a time in chunked attention
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
+    dtype: str = "float32"  # what layers compute in and memory holds: float32, bfloat16, float64
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default)
+            if kind is tuple and isinstance(value, list):
+                object.__setattr__(self, f.name, tuple(value))  # as JSON has it
+            elif kind is float and type(value) is int:
+                object.__setattr__(self, f.name, float(value))
+            elif type(value) is not kind:
+                raise ValueError(f"{f.name}={value!r} is a {type(value).__name__}: give a {kind.__name__}")
+            low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk") else 1
+            if kind is int and value < low and (f.name, value) != ("clamp_len", -1):
+                raise ValueError(f"{f.name}={value} is out of range: give {low} or more")
+        for name in ("dropout", "dropatt"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give 0 <= {name} < 1")
+        for name, known in (("dtype", DTYPES), ("remat", REMAT), ("attention", ATTENTION)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(known)}")
+        if self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model} is odd: sines and cosines need an even width")
+        edges = (0, *self.cutoffs, self.n_token)
+        if not all(type(c) is int for c in self.cutoffs) or any(a >= b for a, b in zip(edges, edges[1:])):
+            raise ValueError(f"cutoffs={self.cutoffs}: give ids of 1 to n_token - 1 = {self.n_token - 1}, ascending")
+        if self.tie_projs and len(self.tie_projs) != len(edges) - 1:
+            raise ValueError(f"tie_projs={self.tie_projs}: give one value for each of {len(edges) - 1} clusters")
+        if width(self, len(self.cutoffs)) < 1:
+            raise ValueError(f"div_val={self.div_val} leaves the last cluster no width: give a smaller one")
+
+
+class Cluster(NamedTuple):
+    start: int  # first id
+    stop: int  # first id after it
+    table: int  # which embedding table holds its rows
+    rows: slice  # and where
+
+
+def width(cfg, table):
+    """Channels of embedding table number `table`."""
+    return (cfg.d_embed or cfg.d_model) // cfg.div_val**table
+
+
+def clusters(cfg):
+    """The vocabulary's parts, the most frequent first: one without `cutoffs`."""
+    edges = (0, *cfg.cutoffs, cfg.n_token)
+    spans = list(zip(edges, edges[1:]))
+    if cfg.div_val == 1:  # one table for all
+        return [Cluster(a, b, 0, slice(a, b)) for a, b in spans]
+    return [Cluster(a, b, i, slice(0, b - a)) for i, (a, b) in enumerate(spans)]
+
+
+def out_proj_name(cfg, i):
+    """The parameter that takes hidden states to cluster i's width, or None where none is needed."""
+    table = clusters(cfg)[i].table
+    if cfg.div_val == 1 and width(cfg, 0) == cfg.d_model:
+        return None
+    tied = cfg.tie_projs[i] if cfg.tie_projs else i > 0
+    return f"embed_proj_{table}" if tied else f"out_proj_{i}"
+
+
+def param_shapes(cfg):
+    """The parameter table: {name: float32 ShapeDtypeStruct}, the layers' stacked under "layers" on a leading L."""
+    L, H, D, K, F = cfg.n_layer, cfg.n_head, cfg.d_model, cfg.d_head, cfg.d_inner
+    shapes = {"u": (L, H, K) if cfg.untie_r else (H, K), "v": (L, H, K) if cfg.untie_r else (H, K)}
+    parts = clusters(cfg)
+    for i in {part.table for part in parts}:
+        rows, E = sum(part.stop - part.start for part in parts if part.table == i), width(cfg, i)
+        shapes |= {f"embed_{i}": (rows, E), f"out_bias_{i}": (rows,)}
+        shapes |= {} if cfg.tie_weight else {f"out_{i}": (rows, E)}
+        shapes |= {f"embed_proj_{i}": (E, D)} if out_proj_name(cfg, 0) else {}
+    for i, part in enumerate(parts):
+        name = out_proj_name(cfg, i)
+        shapes |= {name: (width(cfg, part.table), D)} if name else {}
+    if cfg.cutoffs:
+        shapes |= {"cluster": (len(cfg.cutoffs), width(cfg, 0)), "cluster_bias": (len(cfg.cutoffs),)}
+    layer = {"w_q": (D, H, K), "w_k": (D, H, K), "w_v": (D, H, K), "w_r": (D, H, K), "w_o": (H, K, D)}
+    layer |= {"w_1": (D, F), "b_1": (F,), "w_2": (F, D), "b_2": (D,)}
+    layer |= {"ln1_scale": (D,), "ln1_bias": (D,), "ln2_scale": (D,), "ln2_bias": (D,)}
+    shapes["layers"] = {name: (L, *shape) for name, shape in layer.items()}
+    leaf = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def init_params(key, cfg):
+    """Parameters for `param_shapes`: scales 1, biases 0, all else normal with the original's deviation 0.02."""
+    leaves, tree = jax.tree.flatten_with_path(param_shapes(cfg))
+    values = []
+    for leaf_key, (path, leaf) in zip(jax.random.split(key, len(leaves)), leaves):
+        name = path[-1].key
+        if name.endswith("_scale"):
+            values.append(jnp.ones(leaf.shape, leaf.dtype))
+        elif "bias" in name or name.startswith("b_"):
+            values.append(jnp.zeros(leaf.shape, leaf.dtype))
+        else:
+            values.append(0.02 * jax.random.normal(leaf_key, leaf.shape, leaf.dtype))
+    return jax.tree.unflatten(tree, values)
+
+
+class Mems(NamedTuple):
+    h: jax.Array  # [L, B, M, D] in cfg.dtype: the layers' inputs, oldest first, the real ones last
+    fill: jax.Array  # [B] int32: how many of M are real
+
+
+def init_mems(cfg, batch):
+    """Empty memory for `batch` rows."""
+    shape = (cfg.n_layer, batch, cfg.mem_len, cfg.d_model)
+    return Mems(jnp.zeros(shape, cfg.dtype), jnp.zeros(batch, jnp.int32))
+
+
+def wide(cfg):
+    """The dtype of positions, softmax, layer norm statistics, logits and losses."""
+    return jnp.promote_types(cfg.dtype, jnp.float32)
+
+
+# dropout: a counter hash, so that a mask depends on what is dropped and never on how the work is cut up
+
+
+def _hash(x):
+    """A 32-bit mixer: two rounds of multiply and shift (constants: C. Wellons' search, lowbias32)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _seeds(key, layer, place):
+    """[B, 2] uint32 from the row keys [B], the layer's number and the place in it."""
+    bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
+    return bits ^ _hash(jnp.uint32(layer) * 8 + place)
+
+
+def _drop(x, seeds, counter, rate):
+    """x with a share `rate` of its entries 0 and the others scaled up; counter: their numbers, uint32, without b."""
+    seeds = seeds.reshape(-1, 2, *(1,) * (x.ndim - 1))
+    bits = _hash(_hash(counter ^ seeds[:, 0]) ^ seeds[:, 1])
+    return jnp.where(bits >= jnp.uint32(rate * 2**32), x * (1 / (1 - rate)), 0)
+
+
+def _dropout(x, key, layer, place, cfg):
+    """Dropout of x [B, T, D] by row, position and channel; key None or rate 0: x."""
+    if key is None or not cfg.dropout:
+        return x
+    counter = lax.iota(jnp.uint32, x.shape[1] * x.shape[2]).reshape(x.shape[1:])
+    return _drop(x, _seeds(key, layer, place), counter, cfg.dropout)
+
+
+def embed(params, ids, cfg):
+    """Scaled embeddings [B, T, D] in cfg.dtype of ids [B, T]."""
+    x = 0
+    for i, start in {part.table: part.start - part.rows.start for part in clusters(cfg)}.items():
+        table = params[f"embed_{i}"]
+        rows = table[jnp.clip(ids - start, 0, len(table) - 1)].astype(cfg.dtype)
+        if f"embed_proj_{i}" in params:
+            rows = jnp.einsum("bte,ed->btd", rows, params[f"embed_proj_{i}"].astype(cfg.dtype))
+        inside = (ids >= start) & (ids < start + len(table))
+        x = x + jnp.where(inside[..., None], rows, 0)
+    return x * jnp.asarray(math.sqrt(cfg.d_model), cfg.dtype)
+
+
+def sinusoids(distances, cfg):
+    """Position table [X, D] in cfg.dtype for distances [X]: sines, then cosines, computed wide and rounded once."""
+    # Unlike the original: the table is never dropped out, since masks belong to rows and rows share the table.
+    if cfg.clamp_len > 0:
+        distances = jnp.minimum(distances, cfg.clamp_len)
+    frequencies = 10000.0 ** (-jnp.arange(0, cfg.d_model, 2, wide(cfg)) / cfg.d_model)
+    angles = distances.astype(wide(cfg))[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1).astype(cfg.dtype)
+
+
+def first_visible(fill, T, cfg):
+    """lo [B, T]: query t sees the keys lo <= s <= t + M. Memory's fill and same_length become this one number."""
+    lo = jnp.broadcast_to((cfg.mem_len - fill)[:, None], (len(fill), T))
+    return jnp.maximum(lo, jnp.arange(T)) if cfg.same_length else lo
+
+
+def layer_norm(x, scale, bias):
+    """Layer norm over the last axis, statistics in float32 or wider."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5)
+    return (y * scale + bias).astype(x.dtype)
+
+
+# attention: (q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, S, K], lo [B, T]) -> [B, H, T, K]
+# Queries come scaled, with u and v added. Row x of r is the position of distance S - 1 - x, so that the last
+# query meets key s at row s, and query t at row s + T - 1 - t.
+
+
+def _block(q_u, q_v, k, v, r, lo, t, s, drop):
+    """Attention of some queries over some keys: t [Q], s [W] their numbers counted from the first key of memory.
+
+    The last query meets key w at row w of r [H, W + 1, K]; what the extra row gives is never visible.
+    """
+    Q, W = len(t), len(s)
+    acc = jnp.promote_types(q_u.dtype, jnp.float32)
+    content = jnp.einsum("bhtk,bhsk->bhts", q_u, k, preferred_element_type=acc)  # terms (a) and (c) of the paper
+    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc)  # terms (b) and (d)
+    # Row t must move left by Q - 1 - t: read the same numbers in rows that are one shorter.
+    flat = position.reshape(*position.shape[:2], Q * (W + 1))
+    position = flat[..., Q - 1 : Q - 1 + Q * W].reshape(content.shape)
+    visible = (lo[:, :, None] <= s) & (s <= t[:, None])  # [B, Q, W]
+    scores = jnp.where(visible[:, None], content + position, HIDDEN)
+    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), HIDDEN / 2))  # a blind row: weights 0, not NaN
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if drop is not None:
+        seeds, rate, T, S, M = drop
+        heads = lax.iota(jnp.uint32, q_u.shape[1])[:, None, None]
+        counter = (heads * T + (t - M).astype(jnp.uint32)[:, None]) * S + s.astype(jnp.uint32)
+        weights = _drop(weights, seeds, counter, rate)
+    out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
+    return (out / jnp.where(total == 0, 1, total)).astype(v.dtype)
+
+
+def dense(q_u, q_v, k, v, r, lo, *, drop=None, **_):
+    """Attention with all scores [B, H, T, S] at once. drop: (seeds [B, 2], rate) or None."""
+    T, S = q_u.shape[2], k.shape[2]
+    r = jnp.pad(r, ((0, 0), (0, 1), (0, 0)))
+    drop = drop and (*drop, T, S, S - T)
+    return _block(q_u, q_v, k, v, r, lo, jnp.arange(S - T, S), jnp.arange(S), drop)
+
+
+def chunked(q_u, q_v, k, v, r, lo, *, drop=None, window=None, block=128):
+    """The same in blocks of queries, each rebuilt in the backward pass: nothing of size T x S is kept.
+
+    window: keys that a query can see at most, itself included; keys outside every query's window are not computed.
+    """
+    (B, H, T, K), S = q_u.shape, k.shape[2]
+    M, Q = S - T, min(block, T)
+    pad = -T % Q
+    W = min(S + pad, (window or S + pad) + Q - 1)
+    # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first.
+    q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
+    lo = jnp.pad(lo, ((0, 0), (0, pad)))
+    r = jnp.pad(r, ((0, 0), (pad, T + pad), (0, 0)))  # dynamic_slice would move a start that is too far right
+    n = (T + pad) // Q
+
+    @jax.checkpoint
+    def body(args):
+        q_u, q_v, lo, i = args
+        start = jnp.clip(i * Q + M + Q - W, 0, S + pad - W)
+        cut = lambda a, start, n, axis: lax.dynamic_slice_in_dim(a, start, n, axis)
+        k_cut, v_cut = cut(k, start, W, 2), cut(v, start, W, 2)
+        r_cut = cut(r, start + (n - 1 - i) * Q, W + 1, 1)
+        t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
+        return _block(q_u, q_v, k_cut, v_cut, r_cut, lo, t, s, drop and (*drop, T, S, M))
+
+    split = lambda a: jnp.moveaxis(a.reshape(B, H, n, Q, K), 2, 0)
+    out = lax.map(body, (split(q_u), split(q_v), jnp.moveaxis(lo.reshape(B, n, Q), 1, 0), jnp.arange(n)))
+    return jnp.moveaxis(out, 0, 2).reshape(B, H, T + pad, K)[:, :, :T]
+
+
+def attention_fn(cfg, T):
+    """The attention that `cfg.attention` names for segments of T."""
+    if cfg.attention == "auto":
+        return dense if T < 4 * cfg.attn_block else chunked
+    return {"dense": dense, "chunked": chunked}[cfg.attention]
+
+
+def layer(x, mem, p, u, v, positions, lo, cfg, *, key=None, number=0):
+    """One layer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]; p: its parameters."""
+    M, T = mem.shape[1], x.shape[1]
+    p = jax.tree.map(lambda a: a.astype(cfg.dtype), p)
+    norm = lambda y, i: layer_norm(y, p[f"ln{i}_scale"], p[f"ln{i}_bias"])
+    with jax.named_scope("attention"):
+        cat = jnp.concatenate([mem, x], 1)
+        cat = norm(cat, 1) if cfg.pre_norm else cat
+        q = jnp.einsum("btd,dhk->bhtk", cat[:, M:], p["w_q"])
+        keys = jnp.einsum("bsd,dhk->bhsk", cat, p["w_k"])
+        values = jnp.einsum("bsd,dhk->bhsk", cat, p["w_v"])
+        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
+        scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
+        q_u, q_v = ((q + bias.astype(cfg.dtype)[:, None]) * scale for bias in (u, v))
+        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
+        window = cfg.mem_len + 1 if cfg.same_length else None
+        attend = attention_fn(cfg, T)
+        out = attend(q_u, q_v, keys, values, r, lo, drop=drop, window=window, block=cfg.attn_block)
+        out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
+        x = x + _dropout(out, key, number, 1, cfg)
+        x = x if cfg.pre_norm else norm(x, 1)
+    with jax.named_scope("feed_forward"):
+        y = norm(x, 2) if cfg.pre_norm else x
+        y = jax.nn.relu(jnp.einsum("btd,df->btf", y, p["w_1"]) + p["b_1"])
+        y = _dropout(y, key, number, 2, cfg)
+        y = jnp.einsum("btf,fd->btd", y, p["w_2"]) + p["b_2"]
+        x = x + _dropout(y, key, number, 3, cfg)
+        return x if cfg.pre_norm else norm(x, 2)
+
+
+def _remember(mem, x):
+    """The newest M of memory [B, M, D] and a segment x [B, T, D]; no gradient goes through memory."""
+    M, T = mem.shape[1], x.shape[1]
+    return lax.stop_gradient(x[:, T - M :] if T >= M else jnp.concatenate([mem[:, T:], x], 1))
+
+
+def forward(params, ids, mems, cfg, *, key=None):
+    """ids [B, T], memory -> hidden [B, T, D], new memory. key [B]: one a row, for dropout; None: evaluation.
+
+    T is any length >= 1. Raises ValueError where memory doesn't fit ids or cfg.
+    """
+    (B, T), want = ids.shape, (cfg.n_layer, ids.shape[0], cfg.mem_len, cfg.d_model)
+    if mems.h.shape != want or mems.fill.shape != (B,):
+        raise ValueError(
+            f"memory is {mems.h.shape}, fill {mems.fill.shape}: ids {ids.shape} and the config want {want}"
+        )
+    x = _dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
+    S = cfg.mem_len + T
+    positions = sinusoids(jnp.arange(S - 1, -1, -1), cfg)
+    lo = first_visible(mems.fill, T, cfg)
+    written = (jnp.arange(cfg.mem_len) >= cfg.mem_len - mems.fill[:, None])[..., None]  # [B, M, 1]
+
+    def body(x, args):
+        mem, p, u, v, number = args
+        mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
+        return layer(x, mem, p, u, v, positions, lo, cfg, key=key, number=number), _remember(mem, x)
+
+    policy = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(cfg.remat)
+    body = body if cfg.remat == "none" else jax.checkpoint(body, prevent_cse=False, policy=policy)
+    bias = [jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")]
+    x, h = lax.scan(body, x, (mems.h, params["layers"], *bias, jnp.arange(cfg.n_layer)))
+    fill = jnp.minimum(mems.fill + T, cfg.mem_len)
+    return _dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, fill)
+
+
+def cluster_logits(params, hidden, i, cfg):
+    """Logits [N, cluster size] of cluster i for hidden [N, D]; the first one's end with one for each tail cluster."""
+    part, proj = clusters(cfg)[i], out_proj_name(cfg, i)
+    if proj:
+        hidden = jnp.einsum("nd,ed->ne", hidden, params[proj].astype(cfg.dtype))
+    table = params[f"embed_{part.table}" if cfg.tie_weight else f"out_{part.table}"][part.rows]
+    bias = params[f"out_bias_{part.table}"][part.rows]
+    if i == 0 and cfg.cutoffs:
+        table, bias = jnp.concatenate([table, params["cluster"]]), jnp.concatenate([bias, params["cluster_bias"]])
+    logits = jnp.einsum("ne,ve->nv", hidden, table.astype(cfg.dtype), preferred_element_type=wide(cfg))
+    return logits + bias
+
+
+def logits(params, hidden, cfg):
+    """Logits [B, T, V], float32 or wider, of hidden [B, T, D]; with `cutoffs` they are log-probabilities."""
+    flat = hidden.reshape(-1, cfg.d_model)
+    out = cluster_logits(params, flat, 0, cfg)
+    if cfg.cutoffs:
+        head, parts = jax.nn.log_softmax(out), clusters(cfg)
+        tails = [jax.nn.log_softmax(cluster_logits(params, flat, i, cfg)) for i in range(1, len(parts))]
+        first = parts[0].stop
+        tails = [tail + head[:, first + i, None] for i, tail in enumerate(tails)]
+        out = jnp.concatenate([head[:, :first], *tails], 1)
+    return out.reshape(*hidden.shape[:-1], cfg.n_token)
+
+
+def _pick(logits, index):
+    """Nats [N] of column index [N] under logits [N, V]. A comparison, since a gather's gradient is a slow scatter."""
+    chosen = jnp.where(lax.iota(index.dtype, logits.shape[1]) == index[:, None], logits, 0).sum(1)
+    return jax.nn.logsumexp(logits, 1) - chosen
+
+
+def _chunk_nats(params, hidden, targets, cfg):
+    """Nats [N] of targets [N] given hidden [N, D] (adaptive softmax: Grave et al. 2016, arXiv:1609.04309)."""
+    parts = clusters(cfg)
+    tails = range(1, len(parts))
+    number = sum(((targets >= parts[i].start).astype(targets.dtype) for i in tails), jnp.zeros_like(targets))
+    column = jnp.where(number == 0, targets, parts[0].stop - 1 + number)
+    total = _pick(cluster_logits(params, hidden, 0, cfg), column)
+    for i in tails:
+        tail = _pick(cluster_logits(params, hidden, i, cfg), targets - parts[i].start)
+        total = total + jnp.where(number == i, tail, 0)
+    return total
+
+
+def nats(params, hidden, targets, cfg):
+    """Nats [B, T], float32 or wider, of targets [B, T]; `loss_chunk` tokens at a time, rebuilt in the backward pass."""
+    with jax.named_scope("loss"):
+        N, chunk = targets.size, cfg.loss_chunk
+        hidden, flat = hidden.reshape(N, cfg.d_model), targets.reshape(N)
+        if not 0 < chunk < N:
+            return _chunk_nats(params, hidden, flat, cfg).reshape(targets.shape)
+        hidden = jnp.pad(hidden, ((0, -N % chunk), (0, 0))).reshape(-1, chunk, cfg.d_model)
+        flat = jnp.pad(flat, (0, -N % chunk)).reshape(-1, chunk)
+        body = jax.checkpoint(lambda args: _chunk_nats(params, *args, cfg), prevent_cse=False)
+        return lax.map(body, (hidden, flat)).reshape(-1)[:N].reshape(targets.shape)
+
+
+def token_losses(params, ids, targets, mems, cfg, *, key=None):
+    """Nats [B, T] of targets [B, T], and new memory."""
+    hidden, mems = forward(params, ids, mems, cfg, key=key)
+    return nats(params, hidden, targets, cfg), mems
+
+
+def loss_fn(params, ids, targets, mems, cfg, *, key=None):
+    """Mean nats per target, and new memory."""
+    losses, mems = token_losses(params, ids, targets, mems, cfg, key=key)
+    return losses.mean(), mems
