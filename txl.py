@@ -353,9 +353,7 @@ def forward(params, ids, mems, cfg, *, key=None):
     """
     (B, T), want = ids.shape, (cfg.n_layer, ids.shape[0], cfg.mem_len, cfg.d_model)
     if mems.h.shape != want or mems.fill.shape != (B,):
-        raise ValueError(
-            f"memory is {mems.h.shape}, fill {mems.fill.shape}: ids {ids.shape} and the config want {want}"
-        )
+        raise ValueError(f"memory is {mems.h.shape}, fill {mems.fill.shape}: ids {ids.shape} and config want {want}")
     x = _dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
     S = cfg.mem_len + T
     positions = sinusoids(jnp.arange(S - 1, -1, -1), cfg)

@@ -1,0 +1,77 @@
+"""Checkpoints: one .npz, {key path: array} and "meta", JSON as bytes. No pickle; bfloat16 stands there as uint16."""
+
+import io
+import json
+import math
+import os
+import zipfile
+import zlib
+
+import numpy as np
+
+
+def save(path, state, meta):
+    """Writes {key path: numpy array} and JSON-able `meta`, whole or not at all."""
+    arrays, dtypes = {}, {}
+    for name, leaf in state.items():
+        if leaf.dtype.name == "bfloat16":
+            leaf, dtypes[name] = leaf.view(np.uint16), "bfloat16"
+        arrays[name] = leaf
+    text = json.dumps(meta | {"dtypes": dtypes}).encode()
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            np.savez(f, meta=np.frombuffer(text, np.uint8), **arrays)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path, want=lambda meta: {}):
+    """(meta, arrays) of the checkpoint file `path`: those that `want(meta)` names, {key path: shape and dtype}.
+
+    ValueError for a damaged file and for every array that is missing or of another shape: nothing is read before
+    the shapes agree, and nothing is unpickled.
+    """
+    try:
+        with zipfile.ZipFile(path) as z:
+            sizes = {info.filename[:-4]: info for info in z.infolist() if info.filename.endswith(".npy")}
+            meta = json.loads(_array(z, sizes["meta"]).tobytes())
+            wanted = want(meta)
+            shapes = {name: _header(z, info)[0] for name, info in sizes.items()}
+            wrong = [f"{name} missing" for name in wanted if name not in shapes]
+            both = [(name, shapes[name], leaf.shape) for name, leaf in wanted.items() if name in shapes]
+            wrong += [f"{name} is {found}, wanted {shape}" for name, found, shape in both if found != shape]
+            parts = {name.split("/")[0] for name in wanted}
+            wrong += [f"{name} unexpected" for name in shapes if name.split("/")[0] in parts and name not in wanted]
+            if wrong:
+                raise ValueError(f"{path} does not fit: " + "; ".join(sorted(wrong)))
+            arrays = {name: _array(z, sizes[name], meta["dtypes"].get(name)) for name in wanted}
+    except (zipfile.BadZipFile, KeyError, EOFError, json.JSONDecodeError, zlib.error, NotImplementedError) as e:
+        raise ValueError(f"{path} is damaged or no checkpoint of ours ({e}): give another one") from None
+    return meta, arrays
+
+
+def _header(z, info):
+    """(shape, Fortran order, dtype, bytes of the header) of a zipped array, whose size must be what the header says."""
+    with z.open(info) as f:
+        head = io.BytesIO(f.read(1 << 14))
+    try:
+        np.lib.format.read_magic(head)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(head)
+    except (ValueError, TypeError, SyntaxError):
+        raise KeyError(f"{info.filename} has no readable header") from None
+    if dtype.hasobject or head.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+        raise KeyError(f"{info.filename} has {info.file_size} bytes for {shape} of {dtype}")
+    return shape, fortran, dtype, head.tell()
+
+
+def _array(z, info, dtype=None):
+    """One array; `dtype`: what it was before it was saved under a stand-in."""
+    shape, fortran, stored, skip = _header(z, info)
+    with z.open(info) as f:
+        f.read(skip)
+        array = np.frombuffer(bytearray(f.read()), stored).reshape(shape, order="F" if fortran else "C")
+    return array.view(np.dtype(dtype)) if dtype else array

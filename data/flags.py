@@ -1,0 +1,56 @@
+"""The command line: the fields of dataclasses are the flags, their trailing comments the help."""
+
+import argparse
+import inspect
+import math
+import re
+import sys
+from dataclasses import fields
+
+
+def finite(text):
+    """A float flag's value; NaN and infinities are refused."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def numbers(text):
+    """A tuple flag's value: whole numbers between commas."""
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+KINDS = {int: (int, "whole number"), float: (finite, "number"), str: (str, "text"), tuple: (numbers, "numbers 1,2,...")}
+
+
+def parse(argv, prog, about, groups, epilog=None):
+    """{flag: value} of the flags given in argv. A dataclass's fields are the flags, their comments the help."""
+    parser = argparse.ArgumentParser(prog, description=about, epilog=epilog, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.error = lambda message: sys.exit(f"{prog}: {message} (see {prog} --help)")
+    for title, cls in groups.items():
+        group = parser.add_argument_group(title)
+        notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+        for f in fields(cls):
+            kind, shown = type(f.default), f.default if f.default not in ("", ()) else "none"
+            text = f"{notes[f.name]} (default: {shown})".replace("%", "%%")
+            if kind is bool:
+                action = argparse.BooleanOptionalAction
+                group.add_argument(f"--{f.name}", action=action, default=argparse.SUPPRESS, help=text)
+            else:
+                convert, word = KINDS[kind]
+                convert = _named(convert, word)
+                group.add_argument(f"--{f.name}", type=convert, metavar=word.split()[-1].upper(), help=text)
+                group._group_actions[-1].default = argparse.SUPPRESS
+    return vars(parser.parse_args(argv))
+
+
+def _named(convert, word):
+    """`convert` under the name that argparse puts into its errors."""
+
+    def value(text):
+        return convert(text)
+
+    value.__name__ = word
+    return value

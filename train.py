@@ -1,0 +1,632 @@
+"""Train a Transformer-XL: one run from the command line to its checkpoints.
+
+Top to bottom: flags, run folders, checkpoints, the stream of batches, the optimizer, the step, evaluation, the loop.
+State lives on the devices with a leading axis, one entry a device, and every step runs under `pmap`.
+"""
+
+import json
+import math
+import re
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import txl
+from data import checkpoint, flags, prepare, tokenizer
+
+FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
+FREE += ("dtype",)  # what a resumed run may change: all else decides the parameters' shapes or meaning
+LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min"), 0)  # everything else starts at 1
+
+
+@dataclass(frozen=True)
+class Run:
+    data: str = ""  # text file, folder of train.txt valid.txt test.txt, prepared folder; none: Python's own source
+    tokenizer: str = ""  # byte, char or word; none: byte, or what the data was prepared with
+    out: str = ""  # run folder; none: the first free runs/NAME-N
+    steps: int = 1500  # optimizer steps
+    batch: int = 16  # rows of the whole step, over all devices
+    tgt_len: int = 128  # tokens of a row in one step
+    batch_chunk: int = 1  # parts that a device's rows are computed in, one after the other
+    optimizer: str = "adamw"  # adam or adamw
+    lr: float = 2e-3  # peak learning rate
+    lr_min: float = 0.0  # cosine: where the learning rate ends, as a share of the peak
+    warmup: int = 100  # steps from 0 to the peak
+    schedule: str = "cosine"  # cosine, inv_sqrt or constant
+    beta2: float = 0.99  # Adam's second decay rate
+    weight_decay: float = 0.01  # adamw: decay of the weights, times the learning rate
+    clip: float = 0.25  # largest global norm of the gradient
+    seed: int = 1  # of the initial weights and of dropout
+    log_every: int = 20  # steps between log lines
+    eval_every: int = 250  # steps between evaluations, each followed by a checkpoint
+    eval_tokens: int = 50_000  # targets of the valid split read in these
+    eval_batch: int = 8  # rows that an evaluation splits its text into; 1 for published numbers
+    devices: int = 0  # devices to use; 0: all local ones
+    resume: str = ""  # run folder to go on with; auto: --out if it holds a checkpoint
+    init: str = ""  # run folder or checkpoint to take weights and vocabulary from
+    eval_only: bool = False  # evaluate --run on --split and stop
+    run: str = ""  # with --eval_only: run folder or checkpoint; none: the newest run
+    split: str = "valid"  # with --eval_only: train, valid or test
+    json: bool = False  # print the log's JSON lines instead of text
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(f.default, (int, float)) and not isinstance(f.default, bool):
+                least = LEAST.get(f.name, 1 if isinstance(f.default, int) else None)
+                if not math.isfinite(value) or (value < least if least is not None else value <= 0):
+                    want = f"{least} or more" if least is not None else "more than 0"
+                    raise ValueError(f"{f.name}={value} is out of range: give {want}")
+        names = {
+            "optimizer": ("adam", "adamw"),
+            "schedule": ("cosine", "inv_sqrt", "constant"),
+            "split": prepare.SPLITS,
+        }
+        for name, known in {**names, "tokenizer": ("", *tokenizer.KINDS)}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(filter(None, known))}"
+                )
+        for name in ("beta2", "lr_min"):
+            if getattr(self, name) > 1 or (name == "beta2" and self.beta2 == 1):
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give less than 1")
+        if self.seed >= 2**31:
+            raise ValueError(f"seed={self.seed} is out of range: give less than 2**31")
+        if self.resume and self.init:
+            raise ValueError("resume and init are both given: --resume goes on with a run, --init starts a new one")
+
+
+def say(*words):
+    """A line of what goes on, for people: standard error."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+# run folders
+
+
+def has_run(folder):
+    """Whether a folder holds a run."""
+    return any((folder / name).exists() for name in ("log.jsonl", "last.npz", "best.npz"))
+
+
+def new_folder(out, name):
+    """Makes and returns the folder of a new run: `out`, or the first free runs/NAME-N. Refuses one that holds a run."""
+    folder = Path(out) if out else next(p for n in range(1, 10**9) if not (p := Path("runs") / f"{name}-{n}").exists())
+    if has_run(folder):
+        raise ValueError(f"{folder} holds a run: give --resume {folder} to go on with it, or another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"{folder} is a file: give a folder as --out") from None
+    return folder
+
+
+def newest_run(root="runs"):
+    """The folder under `root` whose checkpoint was written last."""
+    found = [(p.stat().st_mtime, p.parent) for name in ("last.npz", "best.npz") for p in Path(root).glob(f"*/{name}")]
+    if not found:
+        raise ValueError(f"no run found in {Path(root).resolve()}: train one with train.py, or give --run DIR")
+    return max(found)[1]
+
+
+# checkpoints
+
+
+class Checkpoint(NamedTuple):
+    cfg: txl.Config
+    params: dict  # numpy arrays
+    vocab: dict
+    run: dict  # what a resume needs: step, cursor, flags, corpus, best loss, versions, the path
+
+
+def named(tree):
+    """{key path: leaf} of a pytree, the names of a checkpoint."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def checkpoint_path(path):
+    """The file that `path` means: itself, or in a run folder best.npz and else last.npz."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    found = [path / name for name in ("best.npz", "last.npz") if (path / name).is_file()]
+    if not found:
+        raise ValueError(f"{path}: no checkpoint there: give a run folder with best.npz or last.npz, or such a file")
+    return found[0]
+
+
+def load(path):
+    """The Checkpoint of a run folder (best.npz, else last.npz) or file. ValueError names what is wrong with it."""
+    path = checkpoint_path(path)
+
+    def want(meta):
+        return {f"params/{name}": leaf for name, leaf in named(txl.param_shapes(txl.Config(**meta["config"]))).items()}
+
+    try:
+        meta, arrays = checkpoint.read(path, want)
+        cfg, vocab = txl.Config(**meta["config"]), tokenizer.check(meta["vocab"])
+    except TypeError as e:
+        raise ValueError(f"{path}: its config is not ours ({e}): give another checkpoint") from None
+    tree = jax.tree.structure(txl.param_shapes(cfg))
+    params = jax.tree.unflatten(tree, [arrays[f"params/{name}"] for name in named(txl.param_shapes(cfg))])
+    return Checkpoint(cfg, params, vocab, meta["run"] | {"path": str(path)})
+
+
+# batches: row b reads the training text from its own start on, and goes on where row b + 1 began
+
+
+def need_tokens(run, corpus):
+    """ValueError where a split is too short for the run."""
+    for split, least in (("train", run.batch * run.tgt_len + 1), ("valid", 2), ("test", 2)):
+        found = len(getattr(corpus, split))
+        if found < least:
+            way = f"batch={run.batch} x tgt_len={run.tgt_len} + 1; lower them or " if split == "train" else ""
+            raise ValueError(f"{split} split has {found} tokens, need at least {least}: {way}give a longer text")
+
+
+def batch_at(tokens, rows, cursor, T):
+    """ids and targets [B, T] int32, `cursor` tokens into each of the rows that start evenly over the text."""
+    start = np.arange(rows) * ((len(tokens) - 1) // rows) + cursor
+    at = (start[:, None] + np.arange(T)) % (len(tokens) - 1)
+    return tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32)
+
+
+def eval_batches(tokens, rows, T):
+    """Yields ids, targets, weights [B, T]: every target once, in rows that differ in length by one at most."""
+    n = len(tokens) - 1
+    lengths = n // rows + (np.arange(rows) < n % rows)
+    starts = np.cumsum(lengths) - lengths
+    for first in range(0, max(lengths), T):
+        column = first + np.arange(T)
+        at = np.minimum(starts[:, None] + column, n - 1)
+        yield tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32), column < lengths[:, None]
+
+
+# the optimizer and the step
+
+
+def schedule(run):
+    """Learning rate as a function of the steps done."""
+
+    def lr(step):
+        step = jnp.asarray(step, jnp.float32)
+        left = jnp.clip((step - run.warmup) / max(run.steps - run.warmup, 1), 0, 1)
+        shape = {
+            "cosine": run.lr_min + (1 - run.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * left)),
+            "inv_sqrt": jnp.sqrt(max(run.warmup, 1) / jnp.maximum(step + 1, max(run.warmup, 1))),
+            "constant": jnp.float32(1),
+        }[run.schedule]
+        return run.lr * shape * jnp.minimum(1, (step + 1) / max(run.warmup, 1))
+
+    return lr
+
+
+def optimizer(run):
+    """Clipping by global norm, Adam, decay of the matrices, the learning rate."""
+    matrices = lambda params: jax.tree.map_with_path(
+        lambda path, p: not re.search("bias|scale|b_", path[-1].key), params
+    )
+    decay = optax.add_decayed_weights(run.weight_decay, matrices) if run.optimizer == "adamw" else optax.identity()
+    adam = optax.scale_by_adam(0.9, run.beta2)
+    return optax.chain(optax.clip_by_global_norm(run.clip), adam, decay, optax.scale_by_learning_rate(schedule(run)))
+
+
+class State(NamedTuple):
+    params: dict
+    opt: tuple
+    mems: txl.Mems
+
+
+def init_state(cfg, run, params, rows):
+    """A fresh state for `rows` rows; params None: random ones from the seed."""
+    params = txl.init_params(jax.random.key(run.seed), cfg) if params is None else params
+    return State(params, optimizer(run).init(params), txl.init_mems(cfg, rows))
+
+
+def row_keys(run, step, rows):
+    """Dropout keys of global rows [B] at a step."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(run.seed), 1), step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+
+def make_step(cfg, run, n_devices):
+    """step(state, ids, targets [device, B, T], number) -> state, [device, 3]: loss in nats, gradient norm, lr."""
+    tx, rows, parts = optimizer(run), run.batch // n_devices, run.batch_chunk
+
+    def grads_of(params, ids, targets, mems, keys):
+        keys = keys if cfg.dropout or cfg.dropatt else None
+        return jax.value_and_grad(txl.loss_fn, has_aux=True)(params, ids, targets, mems, cfg, key=keys)
+
+    def in_parts(params, ids, targets, mems, keys):
+        split = lambda a: a.reshape(parts, rows // parts, *a.shape[1:])
+        h = jnp.moveaxis(mems.h.reshape(len(mems.h), parts, rows // parts, *mems.h.shape[2:]), 1, 0)
+        zero = jax.tree.map(jnp.zeros_like, params)
+
+        def add(total, part):
+            (loss, mems), grads = grads_of(params, *part)
+            return jax.tree.map(lambda a, b: a + b / parts, total, (loss, grads)), mems
+
+        xs = (split(ids), split(targets), txl.Mems(h, split(mems.fill)), split(keys))
+        (loss, grads), mems = lax.scan(add, (jnp.zeros((), txl.wide(cfg)), zero), xs)
+        h = jnp.moveaxis(mems.h, 0, 1).reshape(-1, rows, *mems.h.shape[3:])
+        return (loss, txl.Mems(h, mems.fill.reshape(rows))), grads
+
+    def step(state, ids, targets, number):
+        keys = row_keys(run, number, lax.axis_index("device") * rows + jnp.arange(rows))
+        compute = grads_of if parts == 1 else in_parts
+        (loss, mems), grads = compute(state.params, ids, targets, state.mems, keys)
+        loss, grads = lax.pmean((loss, grads), "device")
+        with jax.named_scope("optimizer"):
+            updates, opt = tx.update(grads, state.opt, state.params)
+            params = optax.apply_updates(state.params, updates)
+        told = jnp.stack([loss.astype(jnp.float32), optax.global_norm(grads), schedule(run)(number)])
+        return State(params, opt, mems), told
+
+    return jax.pmap(step, axis_name="device", in_axes=(0, 0, 0, None), donate_argnums=0)
+
+
+def spread(tree, n_devices, axis=0):
+    """Host arrays split over devices along `axis`, device first: [N*b, ...] -> [N, b, ...]."""
+    split = lambda a: np.stack(np.split(np.asarray(a), n_devices, axis=min(axis, np.ndim(a) - 1)))
+    return jax.tree.map(split, tree)
+
+
+def replicate(tree, n_devices):
+    """Host arrays with a leading axis of equal entries, one a device."""
+    return jax.tree.map(lambda a: np.broadcast_to(a, (n_devices, *np.shape(a))), tree)
+
+
+def to_devices(state, n_devices):
+    """A host state of all rows -> the devices' state."""
+    mems = spread(state.mems, n_devices, axis=1)
+    put = jax.pmap(lambda state: state)  # one call, so that the step always meets arrays placed alike
+    return put(State(replicate(state.params, n_devices), replicate(state.opt, n_devices), mems))
+
+
+def one(tree):
+    """The first device's entry, as host arrays: of what is equal on all."""
+    return jax.tree.map(lambda a: np.asarray(a.addressable_shards[0].data)[0], tree)
+
+
+def to_host(state):
+    """The devices' state -> host arrays of all rows."""
+    h, fill = np.asarray(state.mems.h), np.asarray(state.mems.fill)  # [N, L, b, M, D]
+    h = np.moveaxis(h, 0, 1).reshape(h.shape[1], -1, *h.shape[3:])
+    return State(one(state.params), one(state.opt), txl.Mems(h, fill.reshape(-1)))
+
+
+# evaluation
+
+
+def make_eval(cfg):
+    """The evaluation step under pmap: params, ids, targets, weights, mems -> summed nats [device], mems."""
+
+    def step(params, ids, targets, weights, mems):
+        losses, mems = txl.token_losses(params, ids, targets, mems, cfg)
+        return jnp.where(weights, losses, 0).sum(), mems
+
+    return jax.pmap(step, axis_name="device", donate_argnums=4)
+
+
+def evaluate(eval_step, params, tokens, cfg, run, n_devices):
+    """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory."""
+    rows = min(run.eval_batch, len(tokens) - 1)
+    more = -rows % n_devices  # empty rows, so that every device has as many
+    mems = spread(jax.tree.map(np.asarray, txl.init_mems(cfg, rows + more)), n_devices, axis=1)
+    sums = []
+    for batch in eval_batches(tokens, rows, run.tgt_len):
+        batch = [np.pad(a, ((0, more), (0, 0))) for a in batch]
+        total, mems = eval_step(params, *spread(batch, n_devices), mems)
+        sums.append(total)
+    return sum(float(np.asarray(total, np.float64).sum()) for total in sums) / (len(tokens) - 1), len(tokens) - 1
+
+
+def bits_per_byte(loss_nats, corpus, split):
+    """Nats per token -> bits per byte of the split's text."""
+    return loss_nats / math.log(2) * len(getattr(corpus, split)) / corpus.n_bytes[split]
+
+
+def short_sample(params, vocab, cfg, n=200, temperature=0.8):
+    """Text that the model writes from the default prompt: a look at what it has learnt."""
+    first = jnp.asarray(tokenizer.encode(vocab, tokenizer.default_prompt(vocab))[:1], jnp.int32)
+
+    @jax.jit
+    def write(params, key):
+        def body(carry, key):
+            ids, mems = carry
+            hidden, mems = txl.forward(params, ids[:, None], mems, cfg)
+            scores = txl.logits(params, hidden, cfg)[:, 0].astype(jnp.float32) / temperature
+            ids = jax.random.categorical(key, scores).astype(jnp.int32)
+            return (ids, mems), ids[0]
+
+        return lax.scan(body, (first, txl.init_mems(cfg, 1)), jax.random.split(key, n))[1]
+
+    return tokenizer.decode(vocab, np.asarray(write(params, jax.random.key(0)))).decode("utf-8", "replace")
+
+
+# the log
+
+
+def memory_mib():
+    """(MiB, whose): the devices' peak where the backend tells, else this process's peak resident memory, else None."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**20, "device peak"
+    try:
+        import resource
+    except ImportError:
+        return None, "unknown"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10), "process peak"
+
+
+def header(cfg, run, corpus, n_devices):
+    """The log's first line: everything that decides the run."""
+    device, n_params = jax.local_devices()[0], sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
+    text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
+    versions = {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
+    where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
+    return {
+        "versions": versions,
+        **where,
+        "config": asdict(cfg),
+        "run": asdict(run),
+        "corpus": text,
+        "n_params": n_params,
+    }
+
+
+def line(entry, run):
+    """One log entry as text for the console."""
+    took = lambda s: f"{s // 60:.0f}m{s % 60:02.0f}s"
+    loss = f"{entry['loss_nats']:.4f} nats  {entry['bpb']:.4f} bpb"
+    if "split" in entry:
+        what = f"{entry['split']} loss of {entry['targets']:,} targets in {entry['eval_batch']} rows"
+        return f"step {entry['step']}  {what}: {loss}"
+    memory = "n/a" if entry["mem_mib"] is None else f"{entry['mem_mib']:,.0f} MiB"
+    head = (
+        f"step {entry['step']}/{run.steps} {entry['step'] / run.steps:.0%}  loss {loss}  grad {entry['grad_norm']:.3f}"
+    )
+    speed = "compiled" if entry["tok_per_s"] is None else f"{entry['tok_per_s']:,.0f} tok/s"
+    return f"{head}  lr {entry['lr']:.2e}  {speed}  mem {memory}  left {took(entry['left_s'] or 0)}"
+
+
+def write_log(file, entry, run):
+    """Appends an entry to the log and prints it."""
+    file.write(json.dumps(entry) + "\n")
+    file.flush()
+    print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+
+
+# the run
+
+
+def settle(given):
+    """Flags given -> (cfg, run, corpus, checkpoint or None): everything decided and checked before any compiling."""
+    of = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
+    run, source = Run(**of(Run)), None
+    if run.resume == "auto":
+        if not run.out:
+            raise ValueError("--resume auto needs --out DIR, the folder to go on with or to start in")
+        run = replace(run, resume=run.out if has_run(Path(run.out)) else "")
+    if run.eval_only:
+        source = load(run.run or newest_run())
+    elif run.resume or run.init:
+        source = load(newest_checkpoint(run.resume) if run.resume else run.init)
+    if source and (run.resume or run.eval_only):
+        kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in ("out", "devices", "run")}
+        run = replace(run, **kept, **({"resume": run.resume, "out": run.resume} if run.resume else {}))
+    corpus = prepare.load(run.data or None, run.tokenizer or None)
+    vocab = source.vocab if source else corpus.vocab
+    if corpus.vocab != vocab:
+        corpus = recode(corpus, vocab, run)
+    asked = of(txl.Config)
+    if source:
+        for name in asked.keys() - set(FREE):
+            if asked[name] != getattr(source.cfg, name):
+                raise ValueError(f"{name}: checkpoint {getattr(source.cfg, name)}, asked {asked[name]}: leave it out")
+        cfg = replace(source.cfg, **asked)
+    else:
+        cfg = txl.Config(**{"n_token": tokenizer.size(vocab), **asked})
+    if cfg.n_token < tokenizer.size(vocab):
+        raise ValueError(f"n_token={cfg.n_token} is less than the vocabulary's {tokenizer.size(vocab)}: leave it out")
+    if run.resume and corpus.sha256 != source.run["corpus"]:
+        raise ValueError(f"{run.resume} was trained on other data: start a new run from it with --init {run.resume}")
+    return cfg, run, corpus._replace(vocab=vocab), source
+
+
+def newest_checkpoint(folder):
+    """The checkpoint of the highest step in a run folder."""
+    found = [(checkpoint.read(p)[0]["run"]["step"], str(p)) for p in Path(folder).glob("*.npz")]
+    if not found:
+        raise ValueError(f"{folder}: no checkpoint to resume from: give the folder of a run that has saved one")
+    return max(found)[1]
+
+
+def recode(corpus, vocab, run):
+    """The corpus in a checkpoint's vocabulary."""
+    if vocab["kind"] != "byte" or corpus.vocab["kind"] != "byte":
+        text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
+        return corpus._replace(**{s: tokenizer.encode(vocab, text[s], what=f"{s} split") for s in prepare.SPLITS})
+    return corpus
+
+
+def count_devices(run):
+    """Devices to use. ValueError where they are not there or the rows don't divide over them."""
+    n = run.devices or jax.local_device_count()
+    if n > jax.local_device_count():
+        raise ValueError(f"devices={n}, but there are {jax.local_device_count()}: give that or fewer")
+    if run.batch % n:
+        low = run.batch - run.batch % n
+        raise ValueError(f"batch={run.batch} does not divide over {n} devices: use {low or n} or {low + n}")
+    if run.batch // n % run.batch_chunk:
+        raise ValueError(f"batch_chunk={run.batch_chunk} does not divide {run.batch // n} rows of a device")
+    return n
+
+
+def restore(source, cfg, run):
+    """(host state, cursor) of a checkpoint to resume; memory starts empty where its shape has changed."""
+    like = jax.eval_shape(lambda: init_state(cfg, run, None, run.batch))
+    wanted = named(like)
+
+    def want(meta):
+        same = [meta["run"]["flags"]["batch"], *(meta["config"][k] for k in ("mem_len", "dtype"))]
+        fresh = same != [run.batch, cfg.mem_len, cfg.dtype]
+        return {k: v for k, v in wanted.items() if not (fresh and k.startswith("mems/"))}
+
+    meta, arrays = checkpoint.read(source.run["path"], want)
+    if "mems/h" not in arrays:
+        say("memory starts empty: batch, mem_len or dtype differ from the checkpoint's")
+    if meta["run"]["versions"]["jax"] != jax.__version__:
+        say(f"the checkpoint was written under jax {meta['run']['versions']['jax']}, this is {jax.__version__}")
+    empty = {f"mems/{k}": v for k, v in named(txl.init_mems(cfg, run.batch)).items()}
+    leaves = [arrays[name] if name in arrays else np.asarray(empty[name]) for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), meta["run"]["cursor"]
+
+
+def eval_only(cfg, run, corpus, source, n_devices):
+    """Evaluates a checkpoint on a split and prints the result."""
+    tokens = getattr(corpus, run.split)
+    if len(tokens) < 2:
+        raise ValueError(f"{run.split} split has {len(tokens)} tokens, need at least 2: give a longer text")
+    params = jax.pmap(lambda p: p)(replicate(source.params, n_devices))
+    loss, n = evaluate(make_eval(cfg), params, tokens, cfg, run, n_devices)
+    entry = {"step": source.run["step"], "split": run.split, "loss_nats": loss}
+    entry |= {"bpb": bits_per_byte(loss, corpus, run.split), "ppl": math.exp(min(loss, 700)), "targets": n}
+    entry |= {"eval_batch": min(run.eval_batch, n)}
+    print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+
+
+class Stop:
+    """The number of the signal that asked this run to end, or 0. A second SIGINT ends it at once."""
+
+    number = 0
+
+
+def catch_signals():
+    """Routes SIGINT and SIGTERM to the returned Stop; with it, what restores the handlers."""
+    stop, old = Stop(), {}
+
+    def handler(number, _):
+        if stop.number and number == signal.SIGINT:
+            signal.default_int_handler(number, _)
+        stop.number = number
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread
+        pass
+    return stop, lambda: [signal.signal(number, action) for number, action in old.items()]
+
+
+def train(cfg, run, corpus, source, n_devices, folder):
+    """The loop: steps, a log line now and then, evaluations, checkpoints."""
+    cursor = first = 0
+    if run.resume:
+        host, cursor = restore(source, cfg, run)
+        first = source.run["step"]
+    else:
+        host = jax.tree.map(np.asarray, init_state(cfg, run, source and source.params, run.batch))
+    state, host = to_devices(host, n_devices), None
+    step_fn, eval_fn = make_step(cfg, run, n_devices), make_eval(cfg)
+    head = header(cfg, run, corpus, n_devices)
+    best = source.run["best"] if run.resume else math.inf
+    log = open(folder / "log.jsonl", "a")
+    log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
+    stop, restore_signals = catch_signals()
+    clock, waiting = [None, first], None
+
+    def report(number, told):
+        loss, grad_norm, lr = (float(x) for x in one(told))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            what = f"loss {loss}, gradient norm {grad_norm} at step {number}"
+            raise SystemExit(
+                f"train.py: {what}: stopped; {folder} keeps its last good checkpoint. Lower --lr, raise --warmup"
+            )
+        if number % run.log_every and number not in (first + 1, run.steps):
+            return
+        now, (then, at) = time.perf_counter(), clock
+        clock[:] = now, number
+        ms = (now - then) * 1e3 / (number - at) if then else None
+        entry = {"step": number, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, "train"), "grad_norm": grad_norm}
+        entry |= {"lr": lr, "tok_per_s": ms and run.batch * run.tgt_len / ms * 1e3, "step_ms": ms}
+        entry |= {"mem_mib": memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
+        write_log(log, entry, run)
+
+    def keep(number):
+        meta = {"config": asdict(cfg), "vocab": corpus.vocab}
+        about = {"step": number, "cursor": cursor, "flags": asdict(run), "corpus": corpus.sha256, "best": best}
+        meta["run"] = about | {"versions": head["versions"]}
+        checkpoint.save(folder / "last.npz", named(to_host(state)), meta)
+        return meta
+
+    def judge(number, split, tokens):
+        loss, n = evaluate(eval_fn, state.params, tokens, cfg, run, n_devices)
+        entry = {"step": number, "split": split, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, split)}
+        write_log(log, entry | {"targets": n, "eval_batch": min(run.eval_batch, n)}, run)
+        return loss
+
+    try:
+        for number in range(first + 1, run.steps + 1):
+            ids, targets = batch_at(corpus.train, run.batch, cursor, run.tgt_len)
+            state, told = step_fn(state, *spread([ids, targets], n_devices), number - 1)
+            cursor += run.tgt_len
+            if waiting:
+                report(*waiting)
+            waiting = (number, told)
+            if number % run.eval_every == 0 or number == run.steps or stop.number:
+                report(*waiting)
+                paused, waiting = time.perf_counter(), None
+                if stop.number:
+                    keep(number)
+                    say(f"stopped at step {number}: go on with python train.py --resume {folder}")
+                    sys.exit(128 + stop.number)
+                loss = judge(number, "valid", corpus.valid[: run.eval_tokens + 1])
+                better, best = loss < best, min(loss, best)
+                meta = keep(number)
+                if better:
+                    checkpoint.save(folder / "best.npz", named(to_host(state)), meta)
+                if clock[0]:
+                    clock[0] += time.perf_counter() - paused
+        for split in ("valid", "test"):
+            judge(run.steps, split, getattr(corpus, split))
+    finally:
+        log.close()
+        restore_signals()
+    if not run.json:
+        print(f"sample:\n{short_sample(one(state.params), corpus.vocab, cfg)}\ncheckpoints and log in {folder}")
+
+
+def main(argv=None):
+    given = flags.parse(argv, "train.py", __doc__.splitlines()[0], {"model": txl.Config, "run": Run})
+    try:
+        cfg, run, corpus, source = settle(given)
+        n_devices = count_devices(run)
+        if run.eval_only:
+            return eval_only(cfg, run, corpus, source, n_devices)
+        need_tokens(run, corpus)
+        if run.resume and source.run["step"] >= run.steps:
+            raise ValueError(f"{run.resume} is at step {source.run['step']} of {run.steps}: give more --steps")
+        folder = Path(run.resume) if run.resume else new_folder(run.out, corpus.name)
+    except (ValueError, OSError) as e:
+        sys.exit(f"train.py: {e}")
+    device = jax.local_devices()[0]
+    n = sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
+    say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {n:,} parameters; {folder}")
+    say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
+    train(cfg, run, corpus, source, n_devices, folder)
+
+
+if __name__ == "__main__":
+    main()
