@@ -234,7 +234,7 @@ def layer_norm(x, scale, bias):
     return (y * scale + bias).astype(x.dtype)
 
 
-# attention: (q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, S, K], lo [B, T]) -> [B, H, T, K]
+# attention(q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, S, K], lo [B, T]) -> [B, H, T, K]
 # Queries come scaled, with u and v added. Row x of r is the position of distance S - 1 - x, so that the last
 # query meets key s at row s, and query t at row s + T - 1 - t.
 
@@ -253,91 +253,105 @@ def _block(q_u, q_v, k, v, r, lo, t, s, drop):
     position = flat[..., Q - 1 : Q - 1 + Q * W].reshape(content.shape)
     visible = (lo[:, :, None] <= s) & (s <= t[:, None])  # [B, Q, W]
     scores = jnp.where(visible[:, None], content + position, HIDDEN)
-    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), HIDDEN / 2))  # a blind row: weights 0, not NaN
+    weights, total = _weights(scores)
+    if drop is not None:
+        seeds, rate, T, S = drop
+        number = lax.iota(jnp.uint32, q_u.shape[1])[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[:, None]
+        weights = _drop(weights, seeds, number * S + s.astype(jnp.uint32), rate)
+    out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
+    return (out / total).astype(v.dtype)
+
+
+def _weights(scores):
+    """Softmax over the last axis as (weights, their sum); a row that sees nothing gets weights 0, not NaN."""
+    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), HIDDEN / 2))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    if drop is not None:
-        seeds, rate, T, S, M = drop
-        heads = lax.iota(jnp.uint32, q_u.shape[1])[:, None, None]
-        counter = (heads * T + (t - M).astype(jnp.uint32)[:, None]) * S + s.astype(jnp.uint32)
-        weights = _drop(weights, seeds, counter, rate)
-    out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
-    return (out / jnp.where(total == 0, 1, total)).astype(v.dtype)
+    return weights, jnp.where(total == 0, 1, total)
 
 
-def dense(q_u, q_v, k, v, r, lo, *, drop=None, **_):
-    """Attention with all scores [B, H, T, S] at once. drop: (seeds [B, 2], rate) or None."""
-    T, S = q_u.shape[2], k.shape[2]
-    r = jnp.pad(r, ((0, 0), (0, 1), (0, 0)))
-    drop = drop and (*drop, T, S, S - T)
-    return _block(q_u, q_v, k, v, r, lo, jnp.arange(S - T, S), jnp.arange(S), drop)
+def attention(q_u, q_v, k, v, r, lo, *, block, window=None, drop=None):
+    """Attention in blocks of queries, each rebuilt in the backward pass; block >= T: dense, all scores at once.
 
-
-def chunked(q_u, q_v, k, v, r, lo, *, drop=None, window=None, block=128):
-    """The same in blocks of queries, each rebuilt in the backward pass: nothing of size T x S is kept.
-
-    window: keys that a query can see at most, itself included; keys outside every query's window are not computed.
+    window: keys that a query sees at most, itself included; keys outside a block's windows are not computed.
+    drop: (seeds [B, 2], rate) or None.
     """
     (B, H, T, K), S = q_u.shape, k.shape[2]
     M, Q = S - T, min(block, T)
     pad = -T % Q
-    W = min(S + pad, (window or S + pad) + Q - 1)
+    n, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
     # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first.
     q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
     lo = jnp.pad(lo, ((0, 0), (0, pad)))
     r = jnp.pad(r, ((0, 0), (pad, T + pad), (0, 0)))  # dynamic_slice would move a start that is too far right
-    n = (T + pad) // Q
 
-    @jax.checkpoint
     def body(args):
         q_u, q_v, lo, i = args
         start = jnp.clip(i * Q + M + Q - W, 0, S + pad - W)
-        cut = lambda a, start, n, axis: lax.dynamic_slice_in_dim(a, start, n, axis)
-        k_cut, v_cut = cut(k, start, W, 2), cut(v, start, W, 2)
-        r_cut = cut(r, start + (n - 1 - i) * Q, W + 1, 1)
+        cut = lambda a, start, n: lax.dynamic_slice_in_dim(a, start, n, a.ndim - 2)
         t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
-        return _block(q_u, q_v, k_cut, v_cut, r_cut, lo, t, s, drop and (*drop, T, S, M))
+        r_cut = cut(r, start + (n - 1 - i) * Q, W + 1)
+        return _block(q_u, q_v, cut(k, start, W), cut(v, start, W), r_cut, lo, t, s, drop and (*drop, T, S))
 
+    if n == 1:
+        return body((q_u, q_v, lo, 0))
     split = lambda a: jnp.moveaxis(a.reshape(B, H, n, Q, K), 2, 0)
-    out = lax.map(body, (split(q_u), split(q_v), jnp.moveaxis(lo.reshape(B, n, Q), 1, 0), jnp.arange(n)))
-    return jnp.moveaxis(out, 0, 2).reshape(B, H, T + pad, K)[:, :, :T]
+    args = (split(q_u), split(q_v), jnp.moveaxis(lo.reshape(B, n, Q), 1, 0), jnp.arange(n))
+    return jnp.moveaxis(lax.map(jax.checkpoint(body), args), 0, 2).reshape(B, H, T + pad, K)[:, :, :T]
 
 
-def attention_fn(cfg, T):
-    """The attention that `cfg.attention` names for segments of T."""
-    if cfg.attention == "auto":
-        return dense if T < 4 * cfg.attn_block else chunked
-    return {"dense": dense, "chunked": chunked}[cfg.attention]
+def attention_block(cfg, T):
+    """How many queries at a time `cfg.attention` means for segments of T."""
+    whole = cfg.attention == "dense" or (cfg.attention == "auto" and T < 4 * cfg.attn_block)
+    return T if whole else cfg.attn_block
 
 
-def layer(x, mem, p, u, v, positions, lo, cfg, *, key=None, number=0):
-    """One layer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]; p: its parameters."""
-    M, T = mem.shape[1], x.shape[1]
-    p = jax.tree.map(lambda a: a.astype(cfg.dtype), p)
-    norm = lambda y, i: layer_norm(y, p[f"ln{i}_scale"], p[f"ln{i}_bias"])
-    with jax.named_scope("attention"):
-        cat = jnp.concatenate([mem, x], 1)
-        cat = norm(cat, 1) if cfg.pre_norm else cat
-        q = jnp.einsum("btd,dhk->bhtk", cat[:, M:], p["w_q"])
-        keys = jnp.einsum("bsd,dhk->bhsk", cat, p["w_k"])
-        values = jnp.einsum("bsd,dhk->bhsk", cat, p["w_v"])
-        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
-        scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
-        q_u, q_v = ((q + bias.astype(cfg.dtype)[:, None]) * scale for bias in (u, v))
-        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
-        window = cfg.mem_len + 1 if cfg.same_length else None
-        attend = attention_fn(cfg, T)
-        out = attend(q_u, q_v, keys, values, r, lo, drop=drop, window=window, block=cfg.attn_block)
-        out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
-        x = x + _dropout(out, key, number, 1, cfg)
-        x = x if cfg.pre_norm else norm(x, 1)
+# a layer, in the parts that training and reading share; p: one layer's parameters in cfg.dtype
+
+
+def _norm(x, p, number):
+    return layer_norm(x, p[f"ln{number}_scale"], p[f"ln{number}_bias"])
+
+
+def _queries(x, p, u, v, cfg):
+    """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
+    q = jnp.einsum("btd,dhk->bhtk", x, p["w_q"])
+    scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
+    return ((q + bias.astype(cfg.dtype)[:, None]) * scale for bias in (u, v))
+
+
+def _keys(x, p):
+    """Keys and values [B, H, S, K] of x [B, S, D]."""
+    return jnp.einsum("bsd,dhk->bhsk", x, p["w_k"]), jnp.einsum("bsd,dhk->bhsk", x, p["w_v"])
+
+
+def _finish(x, out, p, cfg, key=None, number=0):
+    """What follows attention in a layer: x [B, T, D] its input, out [B, H, T, K] -> [B, T, D]."""
+    out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
+    x = x + _dropout(out, key, number, 1, cfg)
+    x = x if cfg.pre_norm else _norm(x, p, 1)
     with jax.named_scope("feed_forward"):
-        y = norm(x, 2) if cfg.pre_norm else x
+        y = _norm(x, p, 2) if cfg.pre_norm else x
         y = jax.nn.relu(jnp.einsum("btd,df->btf", y, p["w_1"]) + p["b_1"])
         y = _dropout(y, key, number, 2, cfg)
         y = jnp.einsum("btf,fd->btd", y, p["w_2"]) + p["b_2"]
         x = x + _dropout(y, key, number, 3, cfg)
-        return x if cfg.pre_norm else norm(x, 2)
+        return x if cfg.pre_norm else _norm(x, p, 2)
+
+
+def layer(x, mem, p, u, v, positions, lo, cfg, *, key=None, number=0):
+    """One layer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]; p: its parameters."""
+    p = jax.tree.map(lambda a: a.astype(cfg.dtype), p)
+    with jax.named_scope("attention"):
+        cat = jnp.concatenate([mem, x], 1)
+        cat = _norm(cat, p, 1) if cfg.pre_norm else cat
+        q_u, q_v = _queries(cat[:, cfg.mem_len :], p, u, v, cfg)
+        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
+        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
+        window = cfg.mem_len + 1 if cfg.same_length else None
+        block = attention_block(cfg, x.shape[1])
+        out = attention(q_u, q_v, *_keys(cat, p), r, lo, block=block, window=window, drop=drop)
+    return _finish(x, out, p, cfg, key, number)
 
 
 def _remember(mem, x):
@@ -441,3 +455,101 @@ def loss_fn(params, ids, targets, mems, cfg, *, key=None):
     """Mean nats per target, and new memory."""
     losses, mems = token_losses(params, ids, targets, mems, cfg, key=key)
     return losses.mean(), mems
+
+
+# reading and generating: with fixed weights, memory's keys and values are kept instead of its hidden states
+
+
+class Cache(NamedTuple):
+    k: tuple  # L x [B, H, M + 1, K] in cfg.dtype: a ring of the newest keys
+    v: tuple  # the same of values
+    r: tuple  # L x [H, M + 1, K]: projected positions of distances M, M - 1, ..., 0
+    slot: jax.Array  # int32: where the next token's key goes; before it, going round, stand the tokens before it
+    fill: jax.Array  # [B] int32: how many of M are real
+
+
+def by_layer(params, cfg):
+    """[(parameters in cfg.dtype, u, v)] of each layer."""
+    bias = [jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")]
+    take = lambda i: jax.tree.map(lambda a: a[i].astype(cfg.dtype), params["layers"])
+    return [(take(i), bias[0][i], bias[1][i]) for i in range(cfg.n_layer)]
+
+
+def _positions(distances, p, cfg):
+    return jnp.einsum("xd,dhk->hxk", sinusoids(distances, cfg), p["w_r"])
+
+
+def init_cache(params, cfg, batch):
+    """An empty cache for `batch` rows under fixed weights."""
+    shape = (batch, cfg.n_head, cfg.mem_len + 1, cfg.d_head)
+    ring = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.n_layer))
+    r = tuple(_positions(jnp.arange(cfg.mem_len, -1, -1), p, cfg) for p, _, _ in by_layer(params, cfg))
+    return Cache(ring(), ring(), r, jnp.int32(cfg.mem_len), jnp.zeros(batch, jnp.int32))
+
+
+def _read_one(q_u, q_v, k, v, r, slot, fill):
+    """Attention of one query per row [B, H, 1, K] over the rings k, v [B, H, N, K], its own key at `slot`."""
+    N = k.shape[2]
+    acc = jnp.promote_types(k.dtype, jnp.float32)
+    content = jnp.einsum("bhtk,bhsk->bhts", q_u, k, preferred_element_type=acc)
+    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc)
+    # Ring entry s is (slot - s) mod N tokens back: turn the logits round, never the ring.
+    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], -1), N - 1 - slot, N, 3)
+    distance = (slot - jnp.arange(N)) % N
+    scores = jnp.where((distance <= fill[:, None])[:, None, None], content + position, HIDDEN)
+    weights, total = _weights(scores)
+    out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
+    return (out / total).astype(v.dtype)
+
+
+def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
+    """Attention of T queries over the rings k, v and their own new keys -> out, rings of the newest keys."""
+    M, T = cfg.mem_len, q_u.shape[2]
+    order = lambda ring: lax.dynamic_slice_in_dim(jnp.concatenate([ring, ring], 2), (slot + 1) % (M + 1), M, 2)
+    k, v = (jnp.concatenate([order(ring), new], 2) for ring, new in ((k, new_k), (v, new_v)))
+    # Without same_length, later queries of a segment see further than M.
+    r = jnp.concatenate([_positions(jnp.arange(M + T - 1, M, -1), p, cfg), past], 1)
+    window = M + 1 if cfg.same_length else None
+    out = attention(q_u, q_v, k, v, r, lo, block=attention_block(cfg, T), window=window)
+    ring = lambda a: jnp.pad(a[:, :, T:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    return out, ring(k), ring(v)
+
+
+def read(params, ids, cache, cfg):
+    """ids [B, T] -> hidden [B, T, D], new cache: what `forward` gives for the same cut of the text."""
+    T, rings = ids.shape[1], []
+    x, lo = embed(params, ids, cfg), first_visible(cache.fill, T, cfg)
+    for (p, u, v), ring_k, ring_v, r in zip(by_layer(params, cfg), cache.k, cache.v, cache.r):
+        h = _norm(x, p, 1) if cfg.pre_norm else x
+        q_u, q_v = _queries(h, p, u, v, cfg)
+        new_k, new_v = _keys(h, p)
+        if T == 1:
+            ring_k, ring_v = (
+                lax.dynamic_update_slice_in_dim(ring, new, cache.slot, 2)
+                for ring, new in ((ring_k, new_k), (ring_v, new_v))
+            )
+            out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cache.fill)
+        else:
+            out, ring_k, ring_v = _read_many(q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, p, cfg)
+        x = _finish(x, out, p, cfg)
+        rings.append((ring_k, ring_v))
+    slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(cfg.mem_len)
+    k, v = zip(*rings)
+    return x, Cache(k, v, cache.r, slot, jnp.minimum(cache.fill + T, cfg.mem_len))
+
+
+def extend(params, ids, cache, cfg):
+    """ids [B, T] -> the logits of `read` [B, T, V] float32, new cache."""
+    hidden, cache = read(params, ids, cache, cfg)
+    return logits(params, hidden, cfg).astype(jnp.float32), cache
+
+
+def stack_caches(caches):
+    """One cache of the rows of several, which may have read different numbers of tokens."""
+    N = caches[0].k[0].shape[2]
+    turn = lambda cache, ring: jnp.roll(ring, N - 1 - cache.slot, 2)
+    join = lambda name: tuple(
+        jnp.concatenate([turn(c, getattr(c, name)[i]) for c in caches]) for i in range(len(caches[0].k))
+    )
+    r, fill = jax.tree.map(jnp.copy, caches[0].r), jnp.concatenate([c.fill for c in caches])
+    return Cache(join("k"), join("v"), r, jnp.int32(N - 1), fill)
