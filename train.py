@@ -344,13 +344,12 @@ def short_sample(params, vocab, cfg, n=200, temperature=0.8):
     @jax.jit
     def write(params, key):
         def body(carry, key):
-            ids, mems = carry
-            hidden, mems = txl.forward(params, ids[:, None], mems, cfg)
-            scores = txl.logits(params, hidden, cfg)[:, 0].astype(jnp.float32) / temperature
-            ids = jax.random.categorical(key, scores).astype(jnp.int32)
-            return (ids, mems), ids[0]
+            ids, cache = carry
+            scores, cache = txl.extend(params, ids[:, None], cache, cfg)
+            ids = jax.random.categorical(key, scores[:, 0] / temperature).astype(jnp.int32)
+            return (ids, cache), ids[0]
 
-        return lax.scan(body, (first, txl.init_mems(cfg, 1)), jax.random.split(key, n))[1]
+        return lax.scan(body, (first, txl.init_cache(params, cfg, 1)), jax.random.split(key, n))[1]
 
     return tokenizer.decode(vocab, np.asarray(write(params, jax.random.key(0)))).decode("utf-8", "replace")
 

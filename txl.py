@@ -331,10 +331,10 @@ def _finish(x, out, p, cfg, key=None, number=0):
     x = x + _dropout(out, key, number, 1, cfg)
     x = x if cfg.pre_norm else _norm(x, p, 1)
     with jax.named_scope("feed_forward"):
-        y = _norm(x, p, 2) if cfg.pre_norm else x
-        y = jax.nn.relu(jnp.einsum("btd,df->btf", y, p["w_1"]) + p["b_1"])
-        y = _dropout(y, key, number, 2, cfg)
-        y = jnp.einsum("btf,fd->btd", y, p["w_2"]) + p["b_2"]
+        y = (_norm(x, p, 2) if cfg.pre_norm else x).reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
+        y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"])
+        y = _dropout(y.reshape(*x.shape[:2], cfg.d_inner), key, number, 2, cfg).reshape(y.shape)
+        y = (jnp.einsum("nf,fd->nd", y, p["w_2"]) + p["b_2"]).reshape(x.shape)
         x = x + _dropout(y, key, number, 3, cfg)
         return x if cfg.pre_norm else _norm(x, p, 2)
 
