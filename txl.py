@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attention import HIDDEN, attention, drop_entries, mix, softmax_parts
+from embedding import clusters, embed, logits, nats, out_proj_name, wide, width
+
 DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
 ATTENTION = ("auto", "dense", "chunked")
-HIDDEN = -1e30  # the score of a key that is not visible: finite, so that no gradient is NaN
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class Config:
     cutoffs: tuple = ()  # adaptive softmax: first ids of the tail clusters, ascending; (): one softmax
     div_val: int = 1  # adaptive softmax: each tail cluster's embedding is this many times narrower
     remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
-    attention: str = "auto"  # dense, chunked (no T x S array kept), auto: chunked from 4 blocks of queries
+    attention: str = "auto"  # dense, chunked (no T x S array kept); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention
+    layer_rows: int = 0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: 1 on a CPU, else all
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     dtype: str = "float32"  # what layers compute in and memory holds: float32, bfloat16, float64
 
@@ -62,7 +65,7 @@ class Config:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) is not kind:
                 raise ValueError(f"{f.name}={value!r} is a {type(value).__name__}: give a {kind.__name__}")
-            low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk") else 1
+            low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk", "layer_rows") else 1
             if kind is int and value < low and (f.name, value) != ("clamp_len", -1):
                 raise ValueError(f"{f.name}={value} is out of range: give {low} or more")
         for name in ("dropout", "dropatt"):
@@ -80,36 +83,6 @@ class Config:
             raise ValueError(f"tie_projs={self.tie_projs}: give one value for each of {len(edges) - 1} clusters")
         if width(self, len(self.cutoffs)) < 1:
             raise ValueError(f"div_val={self.div_val} leaves the last cluster no width: give a smaller one")
-
-
-class Cluster(NamedTuple):
-    start: int  # first id
-    stop: int  # first id after it
-    table: int  # which embedding table holds its rows
-    rows: slice  # and where
-
-
-def width(cfg, table):
-    """Channels of embedding table number `table`."""
-    return (cfg.d_embed or cfg.d_model) // cfg.div_val**table
-
-
-def clusters(cfg):
-    """The vocabulary's parts, the most frequent first: one without `cutoffs`."""
-    edges = (0, *cfg.cutoffs, cfg.n_token)
-    spans = list(zip(edges, edges[1:]))
-    if cfg.div_val == 1:  # one table for all
-        return [Cluster(a, b, 0, slice(a, b)) for a, b in spans]
-    return [Cluster(a, b, i, slice(0, b - a)) for i, (a, b) in enumerate(spans)]
-
-
-def out_proj_name(cfg, i):
-    """The parameter that takes hidden states to cluster i's width, or None where none is needed."""
-    table = clusters(cfg)[i].table
-    if cfg.div_val == 1 and width(cfg, 0) == cfg.d_model:
-        return None
-    tied = cfg.tie_projs[i] if cfg.tie_projs else i > 0
-    return f"embed_proj_{table}" if tied else f"out_proj_{i}"
 
 
 def param_shapes(cfg):
@@ -161,32 +134,10 @@ def init_mems(cfg, batch):
     return Mems(jnp.zeros(shape, cfg.dtype), jnp.zeros(batch, jnp.int32))
 
 
-def wide(cfg):
-    """The dtype of positions, softmax, layer norm statistics, logits and losses."""
-    return jnp.promote_types(cfg.dtype, jnp.float32)
-
-
-# dropout: a counter hash, so that a mask depends on what is dropped and never on how the work is cut up
-
-
-def _hash(x):
-    """A 32-bit mixer: two rounds of multiply and shift (constants: C. Wellons' search, lowbias32)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
 def _seeds(key, layer, place):
     """[B, 2] uint32 from the row keys [B], the layer's number and the place in it."""
     bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
-    return bits ^ _hash(jnp.uint32(layer) * 8 + place)
-
-
-def _drop(x, seeds, counter, rate):
-    """x with a share `rate` of its entries 0 and the others scaled up; counter: their numbers, uint32, without b."""
-    seeds = seeds.reshape(-1, 2, *(1,) * (x.ndim - 1))
-    bits = _hash(_hash(counter ^ seeds[:, 0]) ^ seeds[:, 1])
-    return jnp.where(bits >= jnp.uint32(rate * 2**32), x * (1 / (1 - rate)), 0)
+    return bits ^ mix(jnp.uint32(layer) * 8 + place)
 
 
 def _dropout(x, key, layer, place, cfg):
@@ -194,20 +145,7 @@ def _dropout(x, key, layer, place, cfg):
     if key is None or not cfg.dropout:
         return x
     counter = lax.iota(jnp.uint32, x.shape[1] * x.shape[2]).reshape(x.shape[1:])
-    return _drop(x, _seeds(key, layer, place), counter, cfg.dropout)
-
-
-def embed(params, ids, cfg):
-    """Scaled embeddings [B, T, D] in cfg.dtype of ids [B, T]."""
-    x = 0
-    for i, start in {part.table: part.start - part.rows.start for part in clusters(cfg)}.items():
-        table = params[f"embed_{i}"]
-        rows = table[jnp.clip(ids - start, 0, len(table) - 1)].astype(cfg.dtype)
-        if f"embed_proj_{i}" in params:
-            rows = jnp.einsum("bte,ed->btd", rows, params[f"embed_proj_{i}"].astype(cfg.dtype))
-        inside = (ids >= start) & (ids < start + len(table))
-        x = x + jnp.where(inside[..., None], rows, 0)
-    return x * jnp.asarray(math.sqrt(cfg.d_model), cfg.dtype)
+    return drop_entries(x, _seeds(key, layer, place), counter, cfg.dropout)
 
 
 def sinusoids(distances, cfg):
@@ -234,76 +172,11 @@ def layer_norm(x, scale, bias):
     return (y * scale + bias).astype(x.dtype)
 
 
-# attention(q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, S, K], lo [B, T]) -> [B, H, T, K]
-# Queries come scaled, with u and v added. Row x of r is the position of distance S - 1 - x, so that the last
-# query meets key s at row s, and query t at row s + T - 1 - t.
-
-
-def _block(q_u, q_v, k, v, r, lo, t, s, drop):
-    """Attention of some queries over some keys: t [Q], s [W] their numbers counted from the first key of memory.
-
-    The last query meets key w at row w of r [H, W + 1, K]; what the extra row gives is never visible.
-    """
-    Q, W = len(t), len(s)
-    acc = jnp.promote_types(q_u.dtype, jnp.float32)
-    content = jnp.einsum("bhtk,bhsk->bhts", q_u, k, preferred_element_type=acc)  # terms (a) and (c) of the paper
-    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc)  # terms (b) and (d)
-    # Row t must move left by Q - 1 - t: read the same numbers in rows that are one shorter.
-    flat = position.reshape(*position.shape[:2], Q * (W + 1))
-    position = flat[..., Q - 1 : Q - 1 + Q * W].reshape(content.shape)
-    visible = (lo[:, :, None] <= s) & (s <= t[:, None])  # [B, Q, W]
-    scores = jnp.where(visible[:, None], content + position, HIDDEN)
-    weights, total = _weights(scores)
-    if drop is not None:
-        seeds, rate, T, S = drop
-        number = lax.iota(jnp.uint32, q_u.shape[1])[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[:, None]
-        weights = _drop(weights, seeds, number * S + s.astype(jnp.uint32), rate)
-    out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
-    return (out / total).astype(v.dtype)
-
-
-def _weights(scores):
-    """Softmax over the last axis as (weights, their sum); a row that sees nothing gets weights 0, not NaN."""
-    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), HIDDEN / 2))
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    return weights, jnp.where(total == 0, 1, total)
-
-
-def attention(q_u, q_v, k, v, r, lo, *, block, window=None, drop=None):
-    """Attention in blocks of queries, each rebuilt in the backward pass; block >= T: dense, all scores at once.
-
-    window: keys that a query sees at most, itself included; keys outside a block's windows are not computed.
-    drop: (seeds [B, 2], rate) or None.
-    """
-    (B, H, T, K), S = q_u.shape, k.shape[2]
-    M, Q = S - T, min(block, T)
-    pad = -T % Q
-    n, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
-    # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first.
-    q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
-    lo = jnp.pad(lo, ((0, 0), (0, pad)))
-    r = jnp.pad(r, ((0, 0), (pad, T + pad), (0, 0)))  # dynamic_slice would move a start that is too far right
-
-    def body(args):
-        q_u, q_v, lo, i = args
-        start = jnp.clip(i * Q + M + Q - W, 0, S + pad - W)
-        cut = lambda a, start, n: lax.dynamic_slice_in_dim(a, start, n, a.ndim - 2)
-        t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
-        r_cut = cut(r, start + (n - 1 - i) * Q, W + 1)
-        return _block(q_u, q_v, cut(k, start, W), cut(v, start, W), r_cut, lo, t, s, drop and (*drop, T, S))
-
-    if n == 1:
-        return body((q_u, q_v, lo, 0))
-    split = lambda a: jnp.moveaxis(a.reshape(B, H, n, Q, K), 2, 0)
-    args = (split(q_u), split(q_v), jnp.moveaxis(lo.reshape(B, n, Q), 1, 0), jnp.arange(n))
-    return jnp.moveaxis(lax.map(jax.checkpoint(body), args), 0, 2).reshape(B, H, T + pad, K)[:, :, :T]
-
-
 def attention_block(cfg, T):
-    """How many queries at a time `cfg.attention` means for segments of T."""
-    whole = cfg.attention == "dense" or (cfg.attention == "auto" and T < 4 * cfg.attn_block)
-    return T if whole else cfg.attn_block
+    """How many queries at a time chunked attention takes for segments of T; None: dense."""
+    # On a CPU, scores that stay in its cache are worth computing twice.
+    auto = "chunked" if jax.default_backend() == "cpu" or T >= 4 * cfg.attn_block else "dense"
+    return None if (auto if cfg.attention == "auto" else cfg.attention) == "dense" else cfg.attn_block
 
 
 # a layer, in the parts that training and reading share; p: one layer's parameters in cfg.dtype
@@ -313,11 +186,11 @@ def _norm(x, p, number):
     return layer_norm(x, p[f"ln{number}_scale"], p[f"ln{number}_bias"])
 
 
-def _queries(x, p, u, v, cfg):
+def _queries(x, p, cfg):
     """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
     q = jnp.einsum("btd,dhk->bhtk", x, p["w_q"])
     scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
-    return ((q + bias.astype(cfg.dtype)[:, None]) * scale for bias in (u, v))
+    return ((q + p[bias][:, None]) * scale for bias in ("u", "v"))
 
 
 def _keys(x, p):
@@ -325,11 +198,29 @@ def _keys(x, p):
     return jnp.einsum("bsd,dhk->bhsk", x, p["w_k"]), jnp.einsum("bsd,dhk->bhsk", x, p["w_v"])
 
 
-def _finish(x, out, p, cfg, key=None, number=0):
-    """What follows attention in a layer: x [B, T, D] its input, out [B, H, T, K] -> [B, T, D]."""
+def _attended(x, out, p, cfg, key=None, number=0):
+    """The end of the attention sublayer: x [B, T, D] its input, out [B, H, T, K] -> [B, T, D]."""
     out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
     x = x + _dropout(out, key, number, 1, cfg)
-    x = x if cfg.pre_norm else _norm(x, p, 1)
+    return x if cfg.pre_norm else _norm(x, p, 1)
+
+
+def _attention_layer(x, mem, lo, key, p, positions, number, cfg):
+    """The attention sublayer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]."""
+    with jax.named_scope("attention"):
+        cat = jnp.concatenate([mem, x], 1)
+        cat = _norm(cat, p, 1) if cfg.pre_norm else cat
+        q_u, q_v = _queries(cat[:, cfg.mem_len :], p, cfg)
+        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
+        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
+        window = cfg.mem_len + 1 if cfg.same_length else None
+        block = attention_block(cfg, x.shape[1])
+        out = attention(q_u, q_v, *_keys(cat, p), r, lo, block=block, window=window, drop=drop)
+        return _attended(x, out, p, cfg, key, number)
+
+
+def _feed_forward(x, key, p, number, cfg):
+    """The feed-forward sublayer: x [B, T, D] -> [B, T, D]."""
     with jax.named_scope("feed_forward"):
         y = (_norm(x, p, 2) if cfg.pre_norm else x).reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
         y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"])
@@ -339,25 +230,53 @@ def _finish(x, out, p, cfg, key=None, number=0):
         return x if cfg.pre_norm else _norm(x, p, 2)
 
 
-def layer(x, mem, p, u, v, positions, lo, cfg, *, key=None, number=0):
-    """One layer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]; p: its parameters."""
-    p = jax.tree.map(lambda a: a.astype(cfg.dtype), p)
-    with jax.named_scope("attention"):
-        cat = jnp.concatenate([mem, x], 1)
-        cat = _norm(cat, p, 1) if cfg.pre_norm else cat
-        q_u, q_v = _queries(cat[:, cfg.mem_len :], p, u, v, cfg)
-        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
-        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
-        window = cfg.mem_len + 1 if cfg.same_length else None
-        block = attention_block(cfg, x.shape[1])
-        out = attention(q_u, q_v, *_keys(cat, p), r, lo, block=block, window=window, drop=drop)
-    return _finish(x, out, p, cfg, key, number)
+def _in_rows(f, xs, cfg):
+    """f(*xs) -> [B, ...], `layer_rows` of the batch at a time, each rebuilt in the backward pass."""
+    B = len(xs[0])
+    rows = math.gcd(B, cfg.layer_rows or (1 if jax.default_backend() == "cpu" else B))
+    if rows == B:
+        return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False)(*xs)
+    split = jax.tree.map(lambda a: a.reshape(B // rows, rows, *a.shape[1:]), xs)
+    out = lax.map(jax.checkpoint(lambda part: f(*part), prevent_cse=False), split)
+    return out.reshape(B, *out.shape[2:])
 
 
-def _remember(mem, x):
-    """The newest M of memory [B, M, D] and a segment x [B, T, D]; no gradient goes through memory."""
-    M, T = mem.shape[1], x.shape[1]
-    return lax.stop_gradient(x[:, T - M :] if T >= M else jnp.concatenate([mem[:, T:], x], 1))
+def stacked_layers(params, cfg):
+    """All layers' parameters, each with a leading L, u and v among them."""
+    bias = {name: jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")}
+    return params["layers"] | bias
+
+
+def _layers(one, x, weights, h, cfg):
+    """one(x, a layer's weights, its memory, its number) over all layers: x [B, T, D] -> output, inputs [L, B, T, D].
+
+    With remat=full only these inputs are kept for the backward pass. They are the new memory too, so that gradients
+    are written out here: left to autodiff, the stack would exist twice.
+    """
+    numbers = jnp.arange(cfg.n_layer)
+
+    def plain(x, weights):
+        return lax.scan(lambda x, args: (step(x, *args), x), x, (weights, h, numbers))
+
+    def backward(kept, cotangents):
+        def body(dx, args):
+            x, weights, mem, number = args
+            return jax.vjp(lambda x, weights: one(x, weights, mem, number), x, weights)[1](dx)
+
+        inputs, weights = kept
+        return lax.scan(body, cotangents[0], (inputs, weights, h, numbers), reverse=True)
+
+    def forward(x, weights):
+        out, inputs = plain(x, weights)
+        return (out, inputs), (inputs, weights)
+
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    step = jax.checkpoint(one, prevent_cse=False, policy=policy) if cfg.remat == "dots" else one
+    if cfg.remat != "full":
+        return plain(x, weights)
+    run = jax.custom_vjp(plain)
+    run.defvjp(forward, backward)
+    return run(x, weights)
 
 
 def forward(params, ids, mems, cfg, *, key=None):
@@ -368,81 +287,33 @@ def forward(params, ids, mems, cfg, *, key=None):
     (B, T), want = ids.shape, (cfg.n_layer, ids.shape[0], cfg.mem_len, cfg.d_model)
     if mems.h.shape != want or mems.fill.shape != (B,):
         raise ValueError(f"memory is {mems.h.shape}, fill {mems.fill.shape}: ids {ids.shape} and config want {want}")
-    x = _dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
-    S = cfg.mem_len + T
-    positions = sinusoids(jnp.arange(S - 1, -1, -1), cfg)
+    M, h = cfg.mem_len, lax.stop_gradient(mems.h)
+    positions = sinusoids(jnp.arange(M + T - 1, -1, -1), cfg)
     lo = first_visible(mems.fill, T, cfg)
-    written = (jnp.arange(cfg.mem_len) >= cfg.mem_len - mems.fill[:, None])[..., None]  # [B, M, 1]
+    written = (jnp.arange(M) >= M - mems.fill[:, None])[..., None]  # [B, M, 1]
 
-    def body(x, args):
-        mem, p, u, v, number = args
-        mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
-        return layer(x, mem, p, u, v, positions, lo, cfg, key=key, number=number), _remember(mem, x)
+    def one(x, weights, mem, number):
+        p = jax.tree.map(lambda a: a.astype(cfg.dtype), weights)
 
-    policy = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(cfg.remat)
-    body = body if cfg.remat == "none" else jax.checkpoint(body, prevent_cse=False, policy=policy)
-    bias = [jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")]
-    x, h = lax.scan(body, x, (mems.h, params["layers"], *bias, jnp.arange(cfg.n_layer)))
-    fill = jnp.minimum(mems.fill + T, cfg.mem_len)
-    return _dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, fill)
+        def attend(x, mem, written, lo, key):
+            mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
+            return _attention_layer(x, mem, lo, key, p, positions, number, cfg)
 
+        def whole(x, mem, written, lo, key):
+            return _feed_forward(attend(x, mem, written, lo, key), key, p, number, cfg)
 
-def cluster_logits(params, hidden, i, cfg):
-    """Logits [N, cluster size] of cluster i for hidden [N, D]; the first one's end with one for each tail cluster."""
-    part, proj = clusters(cfg)[i], out_proj_name(cfg, i)
-    if proj:
-        hidden = jnp.einsum("nd,ed->ne", hidden, params[proj].astype(cfg.dtype))
-    table = params[f"embed_{part.table}" if cfg.tie_weight else f"out_{part.table}"][part.rows]
-    bias = params[f"out_bias_{part.table}"][part.rows]
-    if i == 0 and cfg.cutoffs:
-        table, bias = jnp.concatenate([table, params["cluster"]]), jnp.concatenate([bias, params["cluster_bias"]])
-    logits = jnp.einsum("ne,ve->nv", hidden, table.astype(cfg.dtype), preferred_element_type=wide(cfg))
-    return logits + bias
+        xs = (x, mem, written, lo, key)
+        if cfg.remat == "full":
+            return _in_rows(whole, xs, cfg)
+        if attention_block(cfg, T) is None:
+            return whole(*xs)
+        return _feed_forward(_in_rows(attend, xs, cfg), key, p, number, cfg)
 
-
-def logits(params, hidden, cfg):
-    """Logits [B, T, V], float32 or wider, of hidden [B, T, D]; with `cutoffs` they are log-probabilities."""
-    flat = hidden.reshape(-1, cfg.d_model)
-    out = cluster_logits(params, flat, 0, cfg)
-    if cfg.cutoffs:
-        head, parts = jax.nn.log_softmax(out), clusters(cfg)
-        tails = [jax.nn.log_softmax(cluster_logits(params, flat, i, cfg)) for i in range(1, len(parts))]
-        first = parts[0].stop
-        tails = [tail + head[:, first + i, None] for i, tail in enumerate(tails)]
-        out = jnp.concatenate([head[:, :first], *tails], 1)
-    return out.reshape(*hidden.shape[:-1], cfg.n_token)
-
-
-def _pick(logits, index):
-    """Nats [N] of column index [N] under logits [N, V]. A comparison, since a gather's gradient is a slow scatter."""
-    chosen = jnp.where(lax.iota(index.dtype, logits.shape[1]) == index[:, None], logits, 0).sum(1)
-    return jax.nn.logsumexp(logits, 1) - chosen
-
-
-def _chunk_nats(params, hidden, targets, cfg):
-    """Nats [N] of targets [N] given hidden [N, D] (adaptive softmax: Grave et al. 2016, arXiv:1609.04309)."""
-    parts = clusters(cfg)
-    tails = range(1, len(parts))
-    number = sum(((targets >= parts[i].start).astype(targets.dtype) for i in tails), jnp.zeros_like(targets))
-    column = jnp.where(number == 0, targets, parts[0].stop - 1 + number)
-    total = _pick(cluster_logits(params, hidden, 0, cfg), column)
-    for i in tails:
-        tail = _pick(cluster_logits(params, hidden, i, cfg), targets - parts[i].start)
-        total = total + jnp.where(number == i, tail, 0)
-    return total
-
-
-def nats(params, hidden, targets, cfg):
-    """Nats [B, T], float32 or wider, of targets [B, T]; `loss_chunk` tokens at a time, rebuilt in the backward pass."""
-    with jax.named_scope("loss"):
-        N, chunk = targets.size, cfg.loss_chunk
-        hidden, flat = hidden.reshape(N, cfg.d_model), targets.reshape(N)
-        if not 0 < chunk < N:
-            return _chunk_nats(params, hidden, flat, cfg).reshape(targets.shape)
-        hidden = jnp.pad(hidden, ((0, -N % chunk), (0, 0))).reshape(-1, chunk, cfg.d_model)
-        flat = jnp.pad(flat, (0, -N % chunk)).reshape(-1, chunk)
-        body = jax.checkpoint(lambda args: _chunk_nats(params, *args, cfg), prevent_cse=False)
-        return lax.map(body, (hidden, flat)).reshape(-1)[:N].reshape(targets.shape)
+    x = _dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
+    x, inputs = _layers(one, x, stacked_layers(params, cfg), h, cfg)
+    inputs = lax.stop_gradient(inputs)
+    h = inputs[:, :, T - M :] if T >= M else jnp.concatenate([h[:, :, T:], inputs], 2)
+    return _dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, jnp.minimum(mems.fill + T, M))
 
 
 def token_losses(params, ids, targets, mems, cfg, *, key=None):
@@ -469,10 +340,9 @@ class Cache(NamedTuple):
 
 
 def by_layer(params, cfg):
-    """[(parameters in cfg.dtype, u, v)] of each layer."""
-    bias = [jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")]
-    take = lambda i: jax.tree.map(lambda a: a[i].astype(cfg.dtype), params["layers"])
-    return [(take(i), bias[0][i], bias[1][i]) for i in range(cfg.n_layer)]
+    """[parameters in cfg.dtype, u and v among them] of each layer."""
+    stacked = stacked_layers(params, cfg)
+    return [jax.tree.map(lambda a: a[i].astype(cfg.dtype), stacked) for i in range(cfg.n_layer)]
 
 
 def _positions(distances, p, cfg):
@@ -483,7 +353,7 @@ def init_cache(params, cfg, batch):
     """An empty cache for `batch` rows under fixed weights."""
     shape = (batch, cfg.n_head, cfg.mem_len + 1, cfg.d_head)
     ring = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.n_layer))
-    r = tuple(_positions(jnp.arange(cfg.mem_len, -1, -1), p, cfg) for p, _, _ in by_layer(params, cfg))
+    r = tuple(_positions(jnp.arange(cfg.mem_len, -1, -1), p, cfg) for p in by_layer(params, cfg))
     return Cache(ring(), ring(), r, jnp.int32(cfg.mem_len), jnp.zeros(batch, jnp.int32))
 
 
@@ -497,7 +367,7 @@ def _read_one(q_u, q_v, k, v, r, slot, fill):
     position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], -1), N - 1 - slot, N, 3)
     distance = (slot - jnp.arange(N)) % N
     scores = jnp.where((distance <= fill[:, None])[:, None, None], content + position, HIDDEN)
-    weights, total = _weights(scores)
+    weights, total = softmax_parts(scores)
     out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
     return (out / total).astype(v.dtype)
 
@@ -519,9 +389,9 @@ def read(params, ids, cache, cfg):
     """ids [B, T] -> hidden [B, T, D], new cache: what `forward` gives for the same cut of the text."""
     T, rings = ids.shape[1], []
     x, lo = embed(params, ids, cfg), first_visible(cache.fill, T, cfg)
-    for (p, u, v), ring_k, ring_v, r in zip(by_layer(params, cfg), cache.k, cache.v, cache.r):
+    for p, ring_k, ring_v, r in zip(by_layer(params, cfg), cache.k, cache.v, cache.r):
         h = _norm(x, p, 1) if cfg.pre_norm else x
-        q_u, q_v = _queries(h, p, u, v, cfg)
+        q_u, q_v = _queries(h, p, cfg)
         new_k, new_v = _keys(h, p)
         if T == 1:
             ring_k, ring_v = (
@@ -531,7 +401,7 @@ def read(params, ids, cache, cfg):
             out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cache.fill)
         else:
             out, ring_k, ring_v = _read_many(q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, p, cfg)
-        x = _finish(x, out, p, cfg)
+        x = _feed_forward(_attended(x, out, p, cfg), None, p, 0, cfg)
         rings.append((ring_k, ring_v))
     slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(cfg.mem_len)
     k, v = zip(*rings)
