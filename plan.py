@@ -1,0 +1,112 @@
+"""How much memory a training step needs, known from shapes alone before anything is allocated.
+
+Settings that change no result beyond rounding are compiled one after the other, from cheap in arithmetic to thrifty,
+and XLA's own figures for each are told: temporaries + arguments + outputs - what is updated in place.
+"""
+
+import math
+import os
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+import txl
+
+MIB = 2**20
+KNOBS = ("remat", "attention", "layer_rows", "loss_chunk", "dtype")  # the config's part of a setting
+
+
+def candidates(cfg, run, rows):
+    """[(cfg, run)]: what the flags ask for, then at most 11 more, from cheap to thrifty; rows: those of a device."""
+    chunk = cfg.loss_chunk or 1024
+    thrifty = dict(remat="full", attention="chunked", loss_chunk=chunk, layer_rows=1)
+    steps = [dict(remat="none", attention="dense"), dict(remat="none", attention="chunked", loss_chunk=chunk)]
+    steps += [dict(remat="dots", attention="chunked", loss_chunk=chunk), dict(thrifty, layer_rows=cfg.layer_rows)]
+    parts = [p for p in range(2, rows + 1) if rows % p == 0]
+    parts = sorted({parts[0], parts[len(parts) // 2], parts[-1]}) if parts else []
+    settings = [(replace(cfg, **step), run) for step in [*steps, thrifty]]
+    settings += [(replace(cfg, **thrifty), replace(run, batch_chunk=p)) for p in parts]
+    if cfg.dtype == "float32":
+        half = replace(cfg, dtype="bfloat16", **thrifty)
+        settings += [(half, run)] + [(half, replace(run, batch_chunk=p)) for p in parts[-1:]]
+    found = dict.fromkeys([(cfg, run), *settings])
+    return list(found)[:12]
+
+
+def recompute(cfg, run):
+    """Arithmetic of a step as a multiple of that without any recomputation: matrix products only, counted by shapes."""
+    T, M, H, D, K, F = run.tgt_len, cfg.mem_len, cfg.n_head, cfg.d_model, cfg.d_head, cfg.d_inner
+    S, block = M + T, txl.attention_block(cfg, T)
+    scores = 3 * H * T * S * K
+    project = 2 * T * D * H * K + 2 * S * D * H * K
+    loss = T * D * cfg.n_token
+    once = cfg.n_layer * (scores + project + 2 * T * D * F) + loss
+    again = {"none": 0, "dots": scores, "full": scores + project + 2 * T * D * F}[cfg.remat]
+    if block is not None and cfg.remat == "none":
+        again = scores + project
+    if block is not None and block < T:
+        again += scores
+    return 1 + (cfg.n_layer * again + (loss if 0 < cfg.loss_chunk else 0)) / (3 * once)
+
+
+def nbytes(tree):
+    """Bytes of a pytree of arrays or shapes."""
+    return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
+
+
+def total(compiled):
+    """XLA's own figure for a compiled program in bytes, or None where the backend tells nothing."""
+    m = compiled.memory_analysis()
+    if m is None:
+        return None
+    return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+
+
+def entry(cfg, run, state, step_total, eval_total):
+    """One line of the plan: bytes on a device by kind in MiB. state: one device's shapes; totals in bytes or None."""
+    mib = lambda n: None if n is None else round(n / MIB, 1)
+    kinds = {"parameters": nbytes(state.params), "gradients": nbytes(state.params), "optimizer": nbytes(state.opt)}
+    kinds["memories"] = nbytes(state.mems)
+    work = None if step_total is None else max(step_total - sum(kinds.values()), 0)
+    evaluation = None if eval_total is None else eval_total + kinds["optimizer"] + kinds["memories"]
+    setting = {name: getattr(cfg, name) for name in KNOBS} | {"batch_chunk": run.batch_chunk}
+    bytes_of = {f"{name}_mib": mib(n) for name, n in kinds.items()} | {"workspace_mib": mib(work)}
+    told = {"total_mib": mib(step_total), "evaluation_mib": mib(evaluation), "recompute": round(recompute(cfg, run), 2)}
+    return {"setting": setting, **bytes_of, **told}
+
+
+def need_mib(entry):
+    """What a run of this setting needs: its step or its evaluation, whichever is more; None where unknown."""
+    known = [entry[name] for name in ("total_mib", "evaluation_mib") if entry[name] is not None]
+    return max(known) if known else None
+
+
+def table(entries, asked=0):
+    """The plan as text; the setting that the flags ask for is marked."""
+    kinds = ("parameters", "gradients", "optimizer", "memories", "workspace", "total", "evaluation")
+    show = lambda x: "unknown" if x is None else f"{x:,.0f}"
+    lines = [f"{'MiB on each device':<86}" + " ".join(f"{kind:>11}" for kind in kinds) + "   arithmetic"]
+    for i, e in enumerate(entries):
+        words = ("* " if i == asked else "  ") + " ".join(f"{k}={v}" for k, v in e["setting"].items())
+        cells = " ".join(f"{show(e[f'{kind}_mib']):>11}" for kind in kinds)
+        lines.append(f"{words:<86}{cells}   x {e['recompute']:.2f}")
+    return "\n".join([*lines, "* what the flags ask for"])
+
+
+def budget_bytes(text):
+    """Bytes of 6GiB, 500MiB, 6GB or 80%: a share of the device's memory, on a CPU of the machine's."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]i?B)", text)
+    if not match or not float(match[1]):
+        raise ValueError(f"memory_budget={text!r} is no amount: give one such as 6GiB, 500MiB or 80%")
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+    if match[2] in units:
+        return float(match[1]) * units[match[2]]
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu":
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit is None or not float(match[1]) <= 100:
+        raise ValueError(f"memory_budget={text!r}: the device tells no size, or more than all of it: give GiB instead")
+    return float(match[1]) / 100 * limit

@@ -1,0 +1,781 @@
+"""The model: the original's numbers, an independent numpy model, memory, masks, dropout, precision, the cache."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_model
+import optax
+import pytest
+from conftest import REFERENCE, load_reference, make_ids, make_mems, make_params, part, worst
+
+import txl
+from data.import_checkpoint import convert
+
+# Sizes differ pairwise: L 2, H 3, M 4, K 5, B 6, T 7, D 10, S 11, F 14, V 23.
+SMALL = txl.Config(
+    n_token=23, n_layer=2, n_head=3, d_model=10, d_head=5, d_inner=14, d_embed=10, mem_len=4, attention="dense"
+)
+B, T = 6, 7
+FILL = [0, 1, 2, 3, 4, 2]
+
+
+def small(**options):
+    return dataclasses.replace(SMALL, **options)
+
+
+def forward_logits(params, ids, mems, cfg):
+    hidden, mems = txl.forward(params, ids, mems, cfg)
+    return txl.logits(params, hidden, cfg), mems
+
+
+def loss_and_all(params, ids, targets, mems, cfg, key=None):
+    losses, mems = txl.token_losses(params, ids, targets, mems, cfg, key=key)
+    return losses.mean(), (losses, mems)
+
+
+# One jit for each function; cfg is static, so that each pair of a function and a config is compiled once.
+forward = jax.jit(txl.forward, static_argnames="cfg")
+logits = jax.jit(forward_logits, static_argnames="cfg")
+token_losses = jax.jit(txl.token_losses, static_argnames="cfg")
+extend = jax.jit(txl.extend, static_argnames="cfg")
+init_cache = jax.jit(txl.init_cache, static_argnames=("cfg", "batch"))
+init_params = jax.jit(txl.init_params, static_argnames="cfg")
+sinusoids = jax.jit(txl.sinusoids, static_argnames="cfg")
+gradients = jax.jit(jax.value_and_grad(loss_and_all, has_aux=True), static_argnames="cfg")
+attention = jax.jit(txl.attention, static_argnames=("block", "window"))
+
+
+def in_segments(call, ids, cuts, state):
+    """`call(ids of a segment, state)` -> (value [B, T, ...], state) over the cuts: all values, the last state."""
+    values, start = [], 0
+    for n in cuts:
+        value, state = call(ids[:, start : start + n], state)
+        values.append(np.asarray(value))
+        start += n
+    assert start == ids.shape[1]
+    return np.concatenate(values, 1), state
+
+
+def cut(total, n):
+    """Segments of n and the rest."""
+    return [n] * (total // n) + [total % n] * (total % n > 0)
+
+
+# the original's numbers
+
+
+def from_reference(name, dtype, **options):
+    """(config and parameters of a fixture, its tree of gradients, its config, its arrays)."""
+    want, arrays = load_reference(name)
+    state, grads = part(arrays, "param/"), part(arrays, "grad/")
+    kwargs = {key: want[key] for key in ("n_head", "mem_len", "clamp_len", "same_length", "cutoffs", "div_val")}
+    kwargs |= dict(layout="pytorch", pre_norm=want["pre_lnorm"])
+    for old in state.keys() - grads.keys():  # tied arrays: both uses are in the gradient of the embedding's
+        i = re.search(r"\d+|$", old)[0]
+        tied = f"word_emb.emb_layers.{i}.weight" if "out_layers" in old else f"word_emb.emb_projs.{i}"
+        grads[old] = state[old] if old == "pos_emb.inv_freq" else grads.get(tied, grads.get(tied[:-1] + "0"))
+    cfg, params = convert(state, **kwargs)
+    cast = lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree)
+    return (
+        dataclasses.replace(cfg, dtype=dtype, **options),
+        cast(params),
+        cast(convert(grads, **kwargs)[1]),
+        want,
+        arrays,
+    )
+
+
+def check_reference(name, tolerance, dtype, **options):
+    cfg, params, want_grads, want, arrays = from_reference(name, dtype, **options)
+    ids, mems, T = arrays["tokens"], make_mems(cfg, want["batch"]), want["tgt_len"]
+    for n in range(want["segments"]):
+        segment, targets = ids[:, n * T : n * T + T], ids[:, n * T + 1 : n * T + T + 1]
+        (_, (losses, mems)), grads = gradients(params, segment, targets, mems, cfg)
+        np.testing.assert_allclose(losses, arrays[f"loss/{n}"], 0, tolerance)
+        if n == want["segments"] - 2:
+            assert worst(grads, want_grads) < tolerance
+    assert (np.asarray(mems.fill) == cfg.mem_len).all()  # all fixtures are longer than their memory
+    for n in range(cfg.n_layer):
+        np.testing.assert_allclose(mems.h[n], arrays[f"mems/{n}"], 0, tolerance)
+
+
+NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_memories_and_gradients_are_the_originals_in_float64(name, x64):
+    check_reference(name, 1e-6, "float64", attention="dense")  # the original rounded masked scores to float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_memories_and_gradients_are_the_originals_in_float32_with_every_saving_on(name):
+    check_reference(name, 1e-4, "float32", attention="chunked", attn_block=4, layer_rows=1, remat="full", loss_chunk=5)
+
+
+def test_all_references_are_here():
+    assert len(NAMES) == 8
+
+
+@pytest.mark.parametrize("name", ["base", "clamp_same_length"])
+def test_other_lengths_in_evaluation_give_the_originals_losses_last_short_segment_included(name, x64):
+    _, params, _, want, arrays = from_reference(name, "float64")
+    lengths = want["eval"]
+    cfg, *_ = from_reference(name, "float64", mem_len=lengths["mem_len"], clamp_len=lengths["clamp_len"])
+    mems, ids, losses = make_mems(cfg, want["batch"]), arrays["tokens"], []
+    for start in range(0, ids.shape[1] - 1, lengths["tgt_len"]):
+        end = min(start + lengths["tgt_len"], ids.shape[1] - 1)
+        loss, mems = token_losses(params, ids[:, start:end], ids[:, start + 1 : end + 1], mems, cfg)
+        losses.append(loss)
+    np.testing.assert_allclose(np.concatenate(losses, 1), arrays["eval_loss"], 0, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["base", "adaptive_div2"])
+def test_a_training_run_follows_the_originals(name):
+    cfg, params, _, want, arrays = from_reference(name, "float32")
+    run, T = want["traj"], want["tgt_len"]
+    lr = lambda step: run["lr"] * 0.5 * (1 + jnp.cos(math.pi * step / run["steps"]))
+    adam = optax.adam(lr, *run["betas"], eps=run["eps"])
+    optimizer = optax.chain(optax.clip_by_global_norm(run["clip"]), adam)
+
+    @jax.jit
+    def step(params, state, ids, targets, mems):
+        (loss, mems), grads = jax.value_and_grad(txl.loss_fn, has_aux=True)(params, ids, targets, mems, cfg)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, mems, loss, optax.tree.norm(grads)
+
+    ids, mems, losses, norms = arrays["traj/tokens"], make_mems(cfg, want["batch"]), [], []
+    state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), jax.eval_shape(optimizer.init, params))
+    for n in range(run["steps"]):
+        segment, targets = ids[:, n * T : n * T + T], ids[:, n * T + 1 : n * T + T + 1]
+        params, state, mems, loss, norm = step(params, state, segment, targets, mems)
+        losses.append(loss)
+        norms.append(norm)
+    np.testing.assert_allclose(losses, arrays["traj/loss"], 0, 1e-3)  # float32 against float64 over a run of Adam
+    np.testing.assert_allclose(norms, arrays["traj/grad_norm"], 0, 1e-3)
+    final = dict(n_head=want["n_head"], mem_len=1, cutoffs=want["cutoffs"], div_val=want["div_val"])
+    _, end = convert(part(arrays, "traj/param/"), layout="pytorch", **final)
+    relative = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    assert max(jax.tree.leaves(jax.tree.map(relative, params, end))) < 1e-2
+
+
+# the numpy model
+
+VARIANTS = {
+    "as published": small(),
+    "no memory": small(mem_len=0),
+    "same_length, clamp_len, pre_norm, untie_r": small(
+        same_length=True, clamp_len=3, pre_norm=True, untie_r=True, tie_weight=False
+    ),
+    "tables of each cluster": small(
+        cutoffs=(5, 13), div_val=2, d_embed=8, tie_projs=(True, False, True), mem_len=9, untie_r=True
+    ),
+    "one projected table": small(
+        cutoffs=(5, 13), d_embed=8, tie_projs=(False, True, False), tie_weight=False, same_length=True, mem_len=8
+    ),
+    "clusters without projections": small(cutoffs=(9,), tie_projs=(True, True), clamp_len=2),
+}
+
+
+@pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
+def test_hidden_states_memory_and_losses_are_those_of_the_numpy_model(cfg, x64):
+    cfg = dataclasses.replace(cfg, dtype="float64")
+    params, ids, targets = make_params(cfg), make_ids(cfg, B, T), make_ids(cfg, B, T, seed=3)
+    mems = make_mems(cfg, B, fill=np.minimum(FILL, cfg.mem_len))
+
+    @jax.jit
+    def run(params, ids, targets, mems):
+        hidden, new = txl.forward(params, ids, mems, cfg)
+        return hidden, new, txl.nats(params, hidden, targets, cfg), txl.logits(params, hidden, cfg)
+
+    hidden, new, nats, scores = run(params, ids, targets, mems)
+    want, want_h, want_fill = numpy_model.forward(params, ids, mems.h, mems.fill, cfg)
+    np.testing.assert_allclose(hidden, want, 0, 1e-9)  # float64 sums in another order
+    np.testing.assert_array_equal(new.fill, want_fill)
+    for b, n in enumerate(want_fill):
+        real = slice(cfg.mem_len - n, None)
+        np.testing.assert_allclose(new.h[:, b, real], want_h[:, b, real], 0, 1e-9)
+    np.testing.assert_allclose(nats, numpy_model.nats(params, want, targets, cfg), 0, 1e-9)
+    chosen = np.take_along_axis(np.asarray(scores), targets[..., None], 2)[..., 0]
+    np.testing.assert_allclose(np.logaddexp.reduce(scores, 2) - chosen, nats, 0, 1e-9)
+
+
+# what a query sees
+
+
+def influence(cfg, T, fill):
+    """[B, T, M + T] bool: does hidden state t change with key s? By exact zeros of the gradient for a token of ids."""
+    params, batch, M = make_params(cfg), len(fill), cfg.mem_len
+    ids = np.tile(np.arange(T, dtype=np.int32), (batch, 1))  # position t alone reads row t of the table
+    weight = np.random.default_rng(4).standard_normal(cfg.d_model).astype(np.float32)
+    mems = make_mems(cfg, batch, unwritten=0, fill=fill)
+
+    def scores(table):
+        return txl.forward(params | {"embed_0": table}, ids, mems, cfg)[0] @ weight
+
+    by_token = np.asarray(jax.jit(jax.jacrev(scores))(params["embed_0"]))[:, :, :T]
+    # Memory takes no gradient: copies of each row, each with another slot changed.
+    changed = mems.h.repeat(M + 1, 1)
+    for s in range(M):
+        changed[:, s :: M + 1, s] += 3
+    hidden = np.asarray(forward(params, ids.repeat(M + 1, 0), txl.Mems(changed, mems.fill.repeat(M + 1)), cfg)[0])
+    hidden = hidden.reshape(batch, M + 1, T, -1)
+    by_memory = np.abs(hidden[:, :M] - hidden[:, M:]).max(3) > 1e-5  # rounding may differ between rows
+    return np.concatenate([by_memory.swapaxes(1, 2), (by_token != 0).any(3)], 2)
+
+
+@pytest.mark.parametrize(
+    "mem_len, fill, want",
+    [
+        (4, 0, [1, 2, 3, 4]),
+        (4, 2, [3, 4, 5, 5]),
+        (4, 4, [5, 5, 5, 5]),
+        (1, 0, [1, 2, 2, 2]),
+        (1, 1, [2, 2, 2, 2]),
+        (0, 0, [1, 1, 1, 1]),
+    ],
+)
+def test_with_same_length_a_query_sees_itself_and_the_mem_len_tokens_before_it(mem_len, fill, want):
+    cfg = small(n_layer=1, mem_len=mem_len, same_length=True)
+    lo = np.asarray(txl.first_visible(np.array([fill]), 4, cfg))[0]
+    np.testing.assert_array_equal(np.arange(4) + mem_len - lo + 1, want)
+
+
+@pytest.mark.parametrize("same_length, attention", [(True, "chunked"), (False, "dense")])
+def test_a_layer_reads_exactly_the_visible_keys_and_no_later_one(same_length, attention):
+    cfg = small(n_layer=1, same_length=same_length, attention=attention, attn_block=3)
+    fill = np.array([0, 2, 4])
+    query, key = np.arange(T)[:, None] + cfg.mem_len, np.arange(cfg.mem_len + T)
+    want = (key <= query) & (key >= (cfg.mem_len - fill)[:, None, None])
+    if same_length:
+        want &= key >= query - cfg.mem_len
+    np.testing.assert_array_equal(influence(cfg, T, fill), want)
+
+
+def test_two_layers_never_read_a_later_token():
+    cfg = small(attention="chunked", attn_block=2, pre_norm=True, untie_r=True)
+    seen = influence(cfg, T, np.array([3]))[0, :, cfg.mem_len :]
+    np.testing.assert_array_equal(seen, np.tri(T, dtype=bool))
+
+
+SHIFT = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.float32)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_the_relative_shift_keeps_the_cells_of_the_right_distance(block):
+    """Columns of SHIFT are the distances 2, 1, 0; an even content score of log 1 .. log 3 shows each key's place."""
+    one_hot = np.eye(3, dtype=np.float32)[None, None]
+    content = np.log(np.array([[[[1.0, 2, 3]]]], np.float32)).repeat(3, 2)
+    out = attention(content, SHIFT[None, None], one_hot, one_hot, one_hot[0], np.zeros((1, 3), np.int32), block=block)
+    for t, cells in enumerate(([12.0], [21.0, 22], [30.0, 31, 32])):
+        want = np.exp(np.array(cells) - cells[-1]) * np.arange(1, t + 2)
+        np.testing.assert_allclose(out[0, 0, t], [*want / want.sum(), *[0] * (2 - t)], 0, 1e-6)
+
+
+def gather_attention(q_u, q_v, k, v, r, lo):
+    """Attention in float64 with every position looked up by its distance."""
+    out, M = np.zeros(q_u.shape), k.shape[2] - q_u.shape[2]
+    for b, h, t in np.ndindex(q_u.shape[:3]):
+        seen = range(lo[b, t], t + M + 1)
+        if seen:
+            scores = [q_u[b, h, t] @ k[b, h, s] + q_v[b, h, t] @ r[h, len(r[h]) - 1 - (t + M - s)] for s in seen]
+            weights = np.exp(np.array(scores) - max(scores))
+            out[b, h, t] = weights @ v[b, h, list(seen)] / weights.sum()
+    return out
+
+
+def attention_inputs(T, M, lo, dtype=np.float32, seed=5):
+    rng, (batch, H, K, S) = np.random.default_rng(seed), (len(lo), 3, 5, M + T)
+    shapes = [(batch, H, T, K)] * 2 + [(batch, H, S, K)] * 2 + [(H, S, K)]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 7, 9, None])
+def test_attention_is_a_gather_by_distance_with_memory_and_any_block(block):
+    lo = np.stack([np.arange(7), np.full(7, 4), np.array([0, 3, 4, 5, 8, 2, 10])]).astype(np.int32)
+    args = attention_inputs(7, 4, lo)
+    np.testing.assert_allclose(attention(*args, lo, block=block), gather_attention(*args, lo), 0, 2e-6)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, None])
+def test_a_window_leaves_out_only_keys_that_nobody_sees(block):
+    lo = np.maximum(np.arange(7), np.array([[3], [0]])).astype(np.int32)  # window 5: itself and 4 before it
+    args = attention_inputs(7, 4, lo)
+    want = gather_attention(*args, lo)
+    np.testing.assert_allclose(attention(*args, lo, block=block, window=5), want, 0, 2e-6)
+
+
+@pytest.mark.parametrize("block", [2, None])
+def test_a_query_that_sees_nothing_gives_zero_and_finite_gradients(block):
+    lo = np.array([[9, 9, 9, 9, 9], [0, 4, 5, 5, 8]], np.int32)  # M 3: query t's own key is t + 3
+    args = attention_inputs(5, 3, lo)
+
+    @jax.jit
+    def run(args):
+        out, pull = jax.vjp(lambda *args: txl.attention(*args, lo, block=block), *args)
+        return out, pull(out + 1)
+
+    out, grads = run(args)
+    assert (np.asarray(out)[0] == 0).all() and (np.asarray(out)[1, :, 4] == 0).all()
+    assert (np.asarray(out)[1, :, :4] != 0).all()
+    assert all(np.isfinite(grad).all() for grad in grads)
+    assert all((np.asarray(grad)[0] == 0).all() for grad in grads[:4])
+
+
+# memory
+
+
+def test_memory_holds_the_newest_inputs_of_every_layer():
+    params, ids = make_params(SMALL), np.arange(9, dtype=np.int32)[None].repeat(5, 0)
+    embedded = math.sqrt(SMALL.d_model) * params["embed_0"][:9]
+    mems = make_mems(SMALL, 5)
+    for start, fill in ((0, 3), (3, 4), (6, 4)):
+        _, mems = forward(params, ids[:, start : start + 3], mems, SMALL)
+        np.testing.assert_array_equal(mems.fill, [fill] * 5)
+        want = embedded[start + 3 - fill : start + 3]
+        np.testing.assert_allclose(mems.h[0, :, 4 - fill :], want[None].repeat(5, 0), 1e-6)
+
+
+@pytest.mark.parametrize("same_length", [True, False])
+def test_only_with_same_length_logits_do_not_depend_on_the_cuts(same_length):
+    cfg = small(mem_len=5, same_length=same_length)
+    params, ids = make_params(cfg), make_ids(cfg, 3, 30)
+    run = lambda n, cfg: in_segments(
+        lambda ids, mems: logits(params, ids, mems, cfg), ids, cut(30, n), make_mems(cfg, 3)
+    )[0]
+    one_by_one = run(1, cfg)
+    if same_length:
+        for n in (3, 4, 7, 10, 30):
+            np.testing.assert_allclose(run(n, cfg), one_by_one, 0, 1e-5, err_msg=str(n))
+    else:
+        assert np.abs(run(10, cfg) - one_by_one).max() > 1e-2
+        longer = small(mem_len=29)
+        np.testing.assert_allclose(run(10, longer), run(30, longer), 0, 1e-5)
+
+
+def test_without_memory_every_segment_is_the_first():
+    cfg = small(mem_len=0)
+    params, ids = make_params(cfg), make_ids(cfg, B, 2 * T + 1)
+    (_, (losses, mems)), grads = gradients(params, ids[:, :T], ids[:, 1 : T + 1], make_mems(cfg, B), cfg)
+    assert mems.h.shape == (2, B, 0, 10) and (np.asarray(mems.fill) == 0).all()
+    assert all(np.isfinite(grad).all() for grad in jax.tree.leaves(grads))
+    second = ids[:, T : 2 * T], ids[:, T + 1 :]
+    carried, cleared = (gradients(params, *second, m, cfg) for m in (mems, make_mems(cfg, B)))
+    assert worst(carried, cleared) == 0
+    (_, (empty, _)), _ = gradients(params, ids[:, :T], ids[:, 1 : T + 1], make_mems(SMALL, B), SMALL)
+    np.testing.assert_allclose(losses, empty, 0, 1e-6)  # an empty memory is no memory
+
+
+def test_what_stands_in_unwritten_memory_changes_no_bit():
+    cfg = SMALL
+    params, ids, targets = make_params(cfg), make_ids(cfg, B, T), make_ids(cfg, B, T, seed=3)
+    zeros, *others = (
+        gradients(params, ids, targets, make_mems(cfg, B, unwritten, FILL), cfg) for unwritten in (0, 1e3, np.nan)
+    )
+    for (loss, (losses, mems)), grads in others:
+        assert worst((loss, losses, grads), (zeros[0][0], zeros[0][1][0], zeros[1])) == 0
+        assert worst(mems, zeros[0][1][1]) == 0  # T > M: all of it is new
+    assert np.isfinite(zeros[0][0])
+
+
+def test_memory_of_another_batch_or_config_is_refused_naming_both_sizes():
+    params, ids = make_params(SMALL), make_ids(SMALL, 3, T)
+    good = make_mems(SMALL, 3)
+    wrong = [
+        (make_mems(SMALL, 1), "(2, 1, 4, 10)"),
+        (make_mems(SMALL, 2), "(2, 2, 4, 10)"),
+        (make_mems(small(mem_len=5), 3), "(2, 3, 5, 10)"),
+        (make_mems(small(n_layer=3), 3), "(3, 3, 4, 10)"),
+        (good._replace(fill=good.fill[:1]), "(1,)"),
+    ]
+    for mems, found in wrong:
+        with pytest.raises(ValueError) as e:
+            txl.forward(params, ids, mems, SMALL)
+        assert found in str(e.value) and "(2, 3, 4, 10)" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_calls_share_no_state():
+    params, p, q = make_params(SMALL), make_ids(SMALL, B, T), make_ids(SMALL, B, T, seed=6)
+    mems = jax.jit(txl.init_mems, static_argnums=(0, 1))(SMALL, B)
+    assert mems.h.shape == (2, B, 4, 10) and (np.asarray(mems.fill) == 0).all() and mems.fill.dtype == np.int32
+    first, other, again = (logits(params, ids, mems, SMALL) for ids in (p, q, p))
+    assert worst(first, again) == 0 and worst(first, other) > 0
+    assert (np.asarray(mems.h) == 0).all() and (np.asarray(mems.fill) == 0).all()
+
+
+def test_no_gradient_goes_through_memory():
+    cfg = small(tie_weight=False, mem_len=8)
+    params, ids = make_params(cfg), make_ids(cfg, B, 2 * T) % 11
+    ids[:, T:] += 11  # the segments share no token
+    targets = make_ids(cfg, B, T, seed=3)
+
+    @jax.jit
+    def two_segments(params, first):
+        def loss(table):
+            _, mems = txl.forward(params | {"embed_0": table}, first, make_mems(cfg, B), cfg)
+            return txl.loss_fn(params | {"embed_0": table}, ids[:, T:], targets, mems, cfg)[0]
+
+        return jax.value_and_grad(loss)(params["embed_0"])
+
+    loss, grad = two_segments(params, ids[:, :T])
+    assert (np.asarray(grad)[:11] == 0).all() and (np.asarray(grad)[11:22] != 0).any()
+    assert abs(two_segments(params, ids[:, T - 1 :: -1])[0] - loss) > 1e-3  # though the loss depends on it
+
+
+# options that change bytes and no result
+
+
+def test_options_for_memory_change_no_loss_gradient_or_memory_with_dropout_on():
+    cfg = small(dropout=0.2, dropatt=0.3, same_length=True, attention="dense")
+    params, ids, targets = make_params(cfg), make_ids(cfg, B, T), make_ids(cfg, B, T, seed=3)
+    args = params, ids, targets, make_mems(cfg, B, fill=FILL)
+    key = jax.random.split(jax.random.key(7), B)
+    want = gradients(*args, cfg, key)
+    for options in (  # each value meets each value of another option
+        dict(remat="none", attention="chunked", attn_block=1, layer_rows=2, loss_chunk=5),
+        dict(remat="dots", attention="chunked", attn_block=3, layer_rows=1, loss_chunk=0),
+        dict(remat="full", attention="chunked", attn_block=4, layer_rows=4, loss_chunk=1000),
+        dict(remat="full", attention="dense", layer_rows=6, loss_chunk=6),
+        dict(remat="dots", attention="chunked", attn_block=9, layer_rows=0, loss_chunk=41),
+    ):
+        got = gradients(*args, dataclasses.replace(cfg, **options), key)
+        assert worst(got, want) < 1e-5, options  # sums of float32 in another order
+
+
+def residual_bytes(cfg, T):
+    """(bytes, shapes) of what the backward pass of the hidden states keeps from the forward pass."""
+    mems = jax.eval_shape(lambda: txl.init_mems(cfg, B))
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    pull = lambda params, ids, mems: jax.vjp(lambda p: txl.forward(p, ids, mems, cfg)[0], params)[1]
+    kept = jax.tree.leaves(jax.eval_shape(pull, txl.param_shapes(cfg), ids, mems))
+    return sum(a.size * a.dtype.itemsize for a in kept), [a.shape for a in kept]
+
+
+def test_remat_and_chunked_attention_keep_less_for_the_backward_pass():
+    T = 48
+    none, shapes = residual_bytes(SMALL, T)
+    S, scores = SMALL.mem_len + T, lambda shapes: [s for s in shapes if T in s and S in s or T * S in s]
+    assert scores(shapes)
+    chunked, shapes = residual_bytes(small(attention="chunked", attn_block=5), T)
+    assert not scores(shapes) and chunked < none
+    dots, shapes = residual_bytes(small(remat="dots"), T)
+    assert not scores(shapes) and dots < none
+    full, deep = (residual_bytes(small(remat="full", n_layer=n), T)[0] for n in (2, 9))
+    assert full < dots
+    boundary, memory, weights = B * T * 10 * 4, B * 4 * 10 * 4, 4 * (5 * 150 + 2 * 140 + 14 + 50 + 30)
+    assert deep - full <= 7 * (boundary + memory + weights)  # a layer more keeps its input, and what it is given
+
+
+def test_the_program_does_not_grow_with_depth():
+    def size(n_layer):
+        cfg = small(n_layer=n_layer, remat="full")
+        mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, B)), jax.ShapeDtypeStruct((B, T), jnp.int32)
+        run = jax.value_and_grad(lambda *args: txl.loss_fn(*args, cfg), has_aux=True)
+        return str(jax.make_jaxpr(run)(txl.param_shapes(cfg), ids, ids, mems)).count(" = ")
+
+    assert size(2) == size(24)
+
+
+@pytest.mark.parametrize("cutoffs", [(), (300,)])
+def test_the_loss_in_chunks_never_holds_all_logits(cutoffs):
+    cfg = small(n_token=1009, cutoffs=cutoffs)
+    params, hidden = make_params(cfg), np.random.default_rng(8).standard_normal((3, 70, 10)).astype(np.float32)
+    targets, N = make_ids(cfg, 3, 70), 3 * 70
+
+    def run(chunk):
+        cfg_ = dataclasses.replace(cfg, loss_chunk=chunk)
+        loss = lambda params, hidden: txl.nats(params, hidden, targets, cfg_).mean()
+        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, hidden).compile()
+        shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"\[(\d+(?:,\d+)+)\]", program.as_text())}
+        return program(params, hidden), max(map(math.prod, shapes))
+
+    want, size = run(0)
+    assert size >= N * 700  # the check sees them where they are
+    for chunk in (11, 64) if not cutoffs else (32,):  # 210 tokens: no chunk divides them
+        got, size = run(chunk)
+        assert size <= max(chunk * 1009, 1009 * 10), chunk
+        assert worst(got, want) < 1e-5
+
+
+# dropout
+
+
+def test_dropout_belongs_to_the_row_and_not_to_its_place_in_the_batch():
+    cfg = small(dropout=0.3, dropatt=0.4)
+    params, ids, mems = make_params(cfg), make_ids(cfg, B, T), make_mems(cfg, B, fill=FILL)
+    key = jax.random.split(jax.random.key(9), B)
+    hidden, new = forward(params, ids, mems, cfg, key=key)
+    rows = slice(2, 4)
+    part_of = txl.Mems(mems.h[:, rows], mems.fill[rows])
+    got, got_new = forward(params, ids[rows], part_of, cfg, key=key[rows])
+    np.testing.assert_allclose(got, hidden[rows], 0, 1e-6)
+    np.testing.assert_allclose(got_new.h, new.h[:, rows], 0, 1e-6)
+    same_everything = forward(params, ids[[0] * B], make_mems(cfg, B), cfg, key=key)[0]
+    pairs = [(a, b) for a in range(B) for b in range(a)]
+    assert all(np.abs(same_everything[a] - same_everything[b]).max() > 1e-2 for a, b in pairs)
+
+
+def test_without_a_key_nothing_is_dropped():
+    cfg = small(dropout=0.3, dropatt=0.4)
+    params, ids, mems = make_params(cfg), make_ids(cfg, B, T), make_mems(cfg, B, fill=FILL)
+    assert worst(forward(params, ids, mems, cfg)[0], forward(params, ids, mems, SMALL)[0]) == 0
+
+
+def test_each_rate_drops_what_it_names():
+    params, ids, mems = make_params(SMALL), make_ids(SMALL, B, T), make_mems(SMALL, B, fill=FILL)
+    key, hidden = jax.random.split(jax.random.key(9), B), {}
+    for name in ("dropout", "dropatt"):
+        hidden[name] = np.asarray(forward(params, ids, mems, small(**{name: 0.3}), key=key)[0])
+    plain, by_unit, by_weight = forward(params, ids, mems, SMALL)[0], *hidden.values()
+    assert (by_unit == 0).any() and not (by_weight == 0).any() and np.abs(by_weight - plain).max() > 1e-2
+
+
+def test_dropout_drops_its_rate_and_scales_the_others():
+    rate, shape, batch = 0.3, (40, 50), 5
+    key = jax.random.split(jax.random.key(10), batch)
+    cfg = small(dropout=rate)
+    drop = jax.jit(lambda key, layer, place: txl._dropout(jnp.ones((batch, *shape)), key, layer, place, cfg))
+    masks = np.stack([drop(key, layer, place) for layer in range(3) for place in range(4)])
+    assert set(np.unique(masks)) == {0, np.float32(1 / (1 - rate))}
+    kept = (masks != 0).reshape(len(masks) * batch, -1)
+    sigma = math.sqrt(rate * (1 - rate) / kept.size)
+    assert abs(kept.mean() - (1 - rate)) < 3 * sigma
+    # Masks of rows, layers and places agree no more often than chance has it: 5 sigma, since there are 1,770 pairs.
+    chance = rate**2 + (1 - rate) ** 2
+    agree = np.array([(kept[a] == kept[b]).mean() for a in range(len(kept)) for b in range(a)])
+    assert np.abs(agree - chance).max() < 5 * math.sqrt(chance * (1 - chance) / kept.shape[1])
+
+
+def test_attention_dropout_drops_its_rate_by_head_query_and_key():
+    rate, (batch, H, T, S) = 0.3, (4, 3, 60, 60)
+    seeds = txl._seeds(jax.random.split(jax.random.key(11), batch), 0, 0)
+    nothing, values = np.zeros((batch, H, T, S), np.float32), np.eye(S, dtype=np.float32)
+    run = jax.jit(lambda lo: txl.attention(
+        nothing, nothing, nothing, jnp.broadcast_to(values, (batch, H, S, S)), nothing[0], lo, block=13,
+        drop=(seeds, rate),
+    ))  # fmt: skip
+    weights = np.asarray(run(np.zeros((batch, T), np.int32))) * np.arange(1, T + 1)[:, None]  # even: 1 or dropped
+    seen = np.broadcast_to(np.tri(T, dtype=bool), weights.shape)
+    assert (weights[~seen] == 0).all()
+    np.testing.assert_allclose(np.unique(weights[seen].round(4)), [0, round(1 / (1 - rate), 4)], 1e-4)
+    kept = weights != 0
+    assert abs(kept[seen].mean() - (1 - rate)) < 3 * math.sqrt(rate * (1 - rate) / seen.sum())
+    chance = rate**2 + (1 - rate) ** 2
+    last = kept[:, :, T // 2 :, : T // 2]  # queries that all see these keys
+    for axis in (0, 1, 2, 3):  # neighbours along each axis agree by chance
+        one, other = (np.take(last, range(i, last.shape[axis] - 1 + i), axis) for i in (0, 1))
+        assert abs((one == other).mean() - chance) < 5 * math.sqrt(chance * (1 - chance) / one.size)
+
+
+# precision
+
+
+def test_positions_in_bfloat16_are_counted_wide_and_rounded_once():
+    distances, sizes = np.arange(1600), dict(d_model=64, d_embed=64)
+    table32, table16 = (sinusoids(distances, small(dtype=dtype, **sizes)) for dtype in ("float32", "bfloat16"))
+    assert table16.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(table16, table32.astype(jnp.bfloat16))
+    assert len(np.unique(np.asarray(table16).astype(np.float32), axis=0)) == 1600
+    want = np.stack([numpy_model.sinusoid(distance, small(**sizes)) for distance in distances])
+    np.testing.assert_allclose(table32, want, 0, 1600 * 2e-7)  # an angle's relative rounding, at the largest angle
+
+
+def test_distances_beyond_clamp_len_count_as_clamp_len():
+    table = np.asarray(sinusoids(np.arange(9), small(clamp_len=4)))
+    assert (table[4:] == table[4]).all() and len(np.unique(table, axis=0)) == 5
+
+
+def test_bfloat16_computes_and_remembers_in_bfloat16_and_keeps_losses_and_masters_wide():
+    cfg = small(dtype="bfloat16")
+    params, ids, targets = make_params(cfg), make_ids(cfg, B, T), make_ids(cfg, B, T, seed=3)
+    (loss, (losses, mems)), grads = gradients(params, ids, targets, make_mems(cfg, B, fill=FILL), cfg)
+    hidden, _ = forward(params, ids, make_mems(cfg, B, fill=FILL), cfg)
+    assert hidden.dtype == mems.h.dtype == jnp.bfloat16
+    assert losses.dtype == loss.dtype == jnp.float32 and all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
+    (_, (want, want_mems)), want_grads = gradients(params, ids, targets, make_mems(SMALL, B, fill=FILL), SMALL)
+    # 8 bits of mantissa: a relative error of 1/256 a rounding, some ten of them one after another.
+    np.testing.assert_allclose(losses, want, 0, 10 / 256 * np.abs(want).max())
+    np.testing.assert_allclose(np.asarray(mems.h, np.float32), want_mems.h, 0, 10 / 256 * np.abs(want_mems.h).max())
+    for got, good in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads)):
+        assert np.linalg.norm(got - good) < 25 / 256 * np.linalg.norm(good)
+
+
+def test_in_bfloat16_sums_are_taken_in_float32():
+    rng, bf16 = np.random.default_rng(12), jnp.bfloat16
+    # Layer norm of numbers that are large against their spread.
+    x = (100 + rng.standard_normal((4, 64))).astype(bf16)
+    one, zero = np.ones(64, np.float32), np.zeros(64, np.float32)
+    want = np.stack([numpy_model.layer_norm(row, one, zero) for row in x.astype(np.float64)])
+    got = np.asarray(jax.jit(txl.layer_norm)(x, one, zero)).astype(np.float64)
+    np.testing.assert_allclose(got, want, 1 / 256, 1e-5)
+    # An even softmax over 600 keys: a bfloat16 sum of ones stops at 256.
+    q, k, v = np.zeros((1, 1, 1, 4), bf16), np.zeros((1, 1, 600, 4), bf16), np.ones((1, 1, 600, 4), bf16)
+    out = attention(q, q, k, v, k[0], np.zeros((1, 1), np.int32), block=1)
+    assert out.dtype == bf16
+    np.testing.assert_allclose(out.astype(np.float32), 1, 1 / 128)
+    # The loss of 600 equal logits is ln 600.
+    cfg = small(dtype="bfloat16", n_token=600)
+    params = jax.tree.map(np.zeros_like, make_params(cfg))
+    nats = jax.jit(txl.nats, static_argnums=3)(params, np.zeros((1, 2, 10), bf16), np.zeros((1, 2), np.int32), cfg)
+    np.testing.assert_allclose(nats, math.log(600), 1e-6)
+
+
+# config and parameters
+
+
+def test_an_untrained_model_loses_about_ln_v():
+    cfg = small(n_token=211, n_layer=3)
+    params, ids = init_params(jax.random.key(13), cfg), make_ids(cfg, B, 31)
+    losses, _ = token_losses(params, ids[:, :-1], ids[:, 1:], make_mems(cfg, B), cfg)
+    assert abs(np.mean(losses) - math.log(211)) < 0.05
+    copies, _ = token_losses(params, ids[:, :-1], ids[:, :-1], make_mems(cfg, B), cfg)
+    assert np.mean(copies) > 4  # and it does not know its input
+
+
+@pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
+def test_initial_parameters_fill_the_parameter_table(cfg):
+    table = txl.param_shapes(cfg)
+    params = jax.eval_shape(lambda key: txl.init_params(key, cfg), jax.random.key(0))
+    assert params == table
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(make_params(cfg))
+    )
+
+
+def test_the_number_of_parameters_is_that_of_the_paper_s_layers():
+    H, D, K, F, V, L = 3, 10, 5, 14, 23, 2
+    per_layer = 5 * D * H * K + 2 * D * F + F + D + 4 * D
+    assert sum(leaf.size for leaf in jax.tree.leaves(txl.param_shapes(SMALL))) == L * per_layer + 2 * H * K + V * D + V
+
+
+def test_initial_parameters_are_normal_with_deviation_0_02_and_scales_1_and_biases_0():
+    cfg = small(n_token=500, cutoffs=(100,), d_inner=90, d_embed=8)
+    params = init_params(jax.random.key(14), cfg)
+    flat = {name: np.asarray(a) for name, a in (params | params["layers"]).items() if name != "layers"}
+    assert {name for name, a in flat.items() if (a == 1).all()} == {"ln1_scale", "ln2_scale"}
+    zeros = {"b_1", "b_2", "ln1_bias", "ln2_bias", "out_bias_0", "cluster_bias"}
+    assert {name for name, a in flat.items() if (a == 0).all()} == zeros
+    drawn = {name: a.ravel() for name, a in flat.items() if name not in zeros and "scale" not in name}
+    for name, a in drawn.items():
+        assert abs(a.std() / 0.02 - 1) < 4 / math.sqrt(2 * a.size), name  # 4 sigma of a deviation
+    firsts = [a[0] for a in drawn.values()]
+    assert len(set(firsts)) == len(firsts)  # each array has a key of its own
+
+
+IMPOSSIBLE = [
+    ("n_token", 0), ("n_layer", 0), ("n_head", -1), ("d_model", 0), ("d_model", 7), ("d_head", 0), ("d_inner", 0),
+    ("d_embed", -1), ("mem_len", -1), ("layer_rows", -1),
+    ("clamp_len", 0), ("clamp_len", -2), ("attn_block", 0), ("loss_chunk", -1),
+    ("div_val", 0), ("n_layer", 2.0), ("n_layer", True), ("n_layer", "2"), ("n_layer", None),
+    ("dropout", 1.0), ("dropout", 1), ("dropout", -0.1), ("dropout", math.nan), ("dropout", math.inf),
+    ("dropout", "0.1"), ("dropout", True), ("dropatt", 1.5), ("dropatt", math.nan),
+    ("same_length", 1), ("pre_norm", "yes"), ("tie_weight", None), ("untie_r", 0),
+    ("dtype", "float16"), ("dtype", "int32"), ("dtype", np.float32), ("remat", "some"), ("remat", True),
+    ("attention", "flash"), ("attention", None),
+    ("cutoffs", (9, 5)), ("cutoffs", (5, 5)), ("cutoffs", (0, 5)), ("cutoffs", (23,)), ("cutoffs", (5, 24)),
+    ("cutoffs", (5.0,)), ("cutoffs", (True,)), ("cutoffs", "5"), ("cutoffs", 5), ("cutoffs", (-3,)),
+    ("tie_projs", (True, True)), ("tie_projs", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value", IMPOSSIBLE, ids=[f"{f}={v!r}" for f, v in IMPOSSIBLE])
+def test_an_impossible_value_is_refused_in_one_line_that_names_its_field(field, value):
+    with pytest.raises(ValueError) as e:
+        small(**{field: value})
+    assert str(e.value).startswith(f"{field}=") and "\n" not in str(e.value)
+
+
+def test_clusters_without_width_are_refused():
+    with pytest.raises(ValueError, match="^div_val=4 "):
+        small(cutoffs=(5, 9), div_val=4)
+
+
+@pytest.mark.parametrize("cfg", [txl.Config(), *VARIANTS.values(), small(dropout=0, dtype="bfloat16")])
+def test_a_config_is_hashable_and_survives_json(cfg):
+    again = txl.Config(**json.loads(json.dumps(dataclasses.asdict(cfg))))
+    assert again == cfg and hash(again) == hash(cfg) and {again: 1}[cfg] == 1
+    assert type(again.dropout) is float
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.n_layer = 3
+
+
+# the cache
+
+CACHED = {
+    "as published": small(untie_r=True),
+    "same_length": small(same_length=True, clamp_len=3, attention="chunked", attn_block=2),
+    "mem_len 1": small(mem_len=1, clamp_len=2, pre_norm=True, attention="chunked", attn_block=3),
+    "mem_len 0": small(mem_len=0, same_length=True, cutoffs=(5, 13), div_val=2, d_embed=8),
+}
+CUTS = [1, 5, 1, 1, 2, 5, 2, 1, 1, 1, 1, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("cfg", CACHED.values(), ids=CACHED.keys())
+def test_a_cache_gives_the_logits_of_forward_at_any_cut(cfg):
+    params, ids = make_params(cfg), make_ids(cfg, 4, sum(CUTS))
+    cache = init_cache(params, cfg, 4)
+    want, mems = in_segments(lambda ids, mems: logits(params, ids, mems, cfg), ids, CUTS, make_mems(cfg, 4))
+    got, after = in_segments(lambda ids, cache: extend(params, ids, cache, cfg), ids, CUTS, cache)
+    np.testing.assert_allclose(got, want, 0, 1e-4)  # float32: sums in another order
+    np.testing.assert_array_equal(after.fill, mems.fill)
+    kind = lambda a: (a.shape, a.dtype, a.weak_type)
+    assert jax.tree.map(kind, after) == jax.tree.map(kind, cache)
+
+
+def test_rows_read_alone_decode_together_as_alone():
+    cfg = CACHED["as published"]
+    params, ids = make_params(cfg), make_ids(cfg, 3, 30)
+    caches, want = [], []
+    for b, n in enumerate((2, 9, 13)):
+        _, cache = in_segments(
+            lambda ids, cache: extend(params, ids, cache, cfg), ids[b : b + 1, :n], [1] * n, init_cache(params, cfg, 1)
+        )
+        caches.append(cache)
+        alone = in_segments(
+            lambda ids, cache: extend(params, ids, cache, cfg), ids[b : b + 1, n : n + 8], [1] * 8, cache
+        )
+        want.append(alone[0][0])
+    together = np.stack([ids[b, n : n + 8] for b, n in enumerate((2, 9, 13))])
+    stacked = jax.jit(txl.stack_caches)(caches)
+    got, _ = in_segments(lambda ids, cache: extend(params, ids, cache, cfg), together, [1] * 8, stacked)
+    np.testing.assert_allclose(got, np.stack(want), 0, 1e-5)
+
+
+def test_a_cache_is_a_donated_carry_without_shared_buffers():
+    cfg, params = CACHED["as published"], make_params(CACHED["as published"])
+    for cache in (init_cache(params, cfg, 3), txl.init_cache(jax.device_put(params), cfg, 3)):
+        places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(cache)]
+        assert len(set(places)) == len(places)
+    step = jax.jit(txl.extend, static_argnames="cfg", donate_argnums=2)
+    text = step.lower(params, np.zeros((3, 1), np.int32), cache, cfg).compile().as_text()
+    assert text.count("may-alias") + text.count("must-alias") >= len(jax.tree.leaves(cache))
+
+
+def test_greedy_text_is_the_same_by_tokens_by_prefill_and_by_full_recomputation():
+    cfg = small(mem_len=24)
+    params, prompt, total = make_params(cfg, seed=2, scale=0.6), [3, 1, 4, 3], 24
+    params["out_bias_0"] *= 0  # a text of several tokens, whose best scores lie 0.009 apart or more
+
+    def decode(cuts):
+        ids, scores, cache, start = list(prompt), [], init_cache(params, cfg, 1), 0
+        for n in cuts:
+            out, cache = extend(params, np.array([ids[start : start + n]], np.int32), cache, cfg)
+            start += n
+            if start == len(ids):
+                scores.append(np.asarray(out)[0, -1])
+                ids.append(int(scores[-1].argmax()))
+        return ids, np.array(scores)
+
+    one_by_one, prefilled = decode([1] * (total - 1)), decode([4] + [1] * (total - 5))
+    ids, scores = list(prompt), []
+    while len(ids) < total:  # later positions are not read: they hold id 0
+        out, _ = logits(params, np.array([ids + [0] * (total - len(ids))], np.int32), make_mems(cfg, 1), cfg)
+        scores.append(np.asarray(out)[0, len(ids) - 1])
+        ids.append(int(scores[-1].argmax()))
+    assert one_by_one[0] == prefilled[0] == ids and len(set(ids[4:])) >= 3
+    np.testing.assert_allclose(one_by_one[1], scores, 0, 1e-4)
+    np.testing.assert_allclose(prefilled[1], scores, 0, 1e-4)
