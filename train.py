@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from data import checkpoint, flags, prepare, tokenizer
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
 FREE += ("dtype",)  # what a resumed run may change: all else decides the parameters' shapes or meaning
+CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json")  # what a resumed run does not inherit
 LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min"), 0)  # everything else starts at 1
 
 
@@ -66,16 +68,11 @@ class Run:
                 if not math.isfinite(value) or (value < least if least is not None else value <= 0):
                     want = f"{least} or more" if least is not None else "more than 0"
                     raise ValueError(f"{f.name}={value} is out of range: give {want}")
-        names = {
-            "optimizer": ("adam", "adamw"),
-            "schedule": ("cosine", "inv_sqrt", "constant"),
-            "split": prepare.SPLITS,
-        }
-        for name, known in {**names, "tokenizer": ("", *tokenizer.KINDS)}.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(filter(None, known))}"
-                )
+        known = {"optimizer": ("adam", "adamw"), "schedule": ("cosine", "inv_sqrt", "constant")}
+        for name, names in {**known, "split": prepare.SPLITS, "tokenizer": ("", *tokenizer.KINDS)}.items():
+            if getattr(self, name) not in names:
+                names = ", ".join(filter(None, names))
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {names}")
         for name in ("beta2", "lr_min"):
             if getattr(self, name) > 1 or (name == "beta2" and self.beta2 == 1):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give less than 1")
@@ -83,39 +80,13 @@ class Run:
             raise ValueError(f"seed={self.seed} is out of range: give less than 2**31")
         if self.resume and self.init:
             raise ValueError("resume and init are both given: --resume goes on with a run, --init starts a new one")
+        if self.run and not self.eval_only:
+            raise ValueError(f"run={self.run} is for --eval_only: give --resume or --init to train from it")
 
 
 def say(*words):
     """A line of what goes on, for people: standard error."""
     print(*words, file=sys.stderr, flush=True)
-
-
-# run folders
-
-
-def has_run(folder):
-    """Whether a folder holds a run."""
-    return any((folder / name).exists() for name in ("log.jsonl", "last.npz", "best.npz"))
-
-
-def new_folder(out, name):
-    """Makes and returns the folder of a new run: `out`, or the first free runs/NAME-N. Refuses one that holds a run."""
-    folder = Path(out) if out else next(p for n in range(1, 10**9) if not (p := Path("runs") / f"{name}-{n}").exists())
-    if has_run(folder):
-        raise ValueError(f"{folder} holds a run: give --resume {folder} to go on with it, or another --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ValueError(f"{folder} is a file: give a folder as --out") from None
-    return folder
-
-
-def newest_run(root="runs"):
-    """The folder under `root` whose checkpoint was written last."""
-    found = [(p.stat().st_mtime, p.parent) for name in ("last.npz", "best.npz") for p in Path(root).glob(f"*/{name}")]
-    if not found:
-        raise ValueError(f"no run found in {Path(root).resolve()}: train one with train.py, or give --run DIR")
-    return max(found)[1]
 
 
 # checkpoints
@@ -135,20 +106,9 @@ def named(tree):
     }
 
 
-def checkpoint_path(path):
-    """The file that `path` means: itself, or in a run folder best.npz and else last.npz."""
-    path = Path(path)
-    if path.is_file():
-        return path
-    found = [path / name for name in ("best.npz", "last.npz") if (path / name).is_file()]
-    if not found:
-        raise ValueError(f"{path}: no checkpoint there: give a run folder with best.npz or last.npz, or such a file")
-    return found[0]
-
-
 def load(path):
     """The Checkpoint of a run folder (best.npz, else last.npz) or file. ValueError names what is wrong with it."""
-    path = checkpoint_path(path)
+    path = checkpoint.find(path)
 
     def want(meta):
         return {f"params/{name}": leaf for name, leaf in named(txl.param_shapes(txl.Config(**meta["config"]))).items()}
@@ -156,11 +116,12 @@ def load(path):
     try:
         meta, arrays = checkpoint.read(path, want)
         cfg, vocab = txl.Config(**meta["config"]), tokenizer.check(meta["vocab"])
-    except TypeError as e:
-        raise ValueError(f"{path}: its config is not ours ({e}): give another checkpoint") from None
+        run = meta["run"] | {"path": str(path)}
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{path} is no checkpoint of ours ({e}): give another one") from None
     tree = jax.tree.structure(txl.param_shapes(cfg))
     params = jax.tree.unflatten(tree, [arrays[f"params/{name}"] for name in named(txl.param_shapes(cfg))])
-    return Checkpoint(cfg, params, vocab, meta["run"] | {"path": str(path)})
+    return Checkpoint(cfg, params, vocab, run)
 
 
 # batches: row b reads the training text from its own start on, and goes on where row b + 1 began
@@ -259,7 +220,7 @@ def make_step(cfg, run, n_devices):
 
         xs = (split(ids), split(targets), txl.Mems(h, split(mems.fill)), split(keys))
         (loss, grads), mems = lax.scan(add, (jnp.zeros((), txl.wide(cfg)), zero), xs)
-        h = jnp.moveaxis(mems.h, 0, 1).reshape(-1, rows, *mems.h.shape[3:])
+        h = jnp.moveaxis(mems.h, 0, 1).reshape(cfg.n_layer, rows, *mems.h.shape[3:])
         return (loss, txl.Mems(h, mems.fill.reshape(rows))), grads
 
     def step(state, ids, targets, number):
@@ -270,7 +231,7 @@ def make_step(cfg, run, n_devices):
         with jax.named_scope("optimizer"):
             updates, opt = tx.update(grads, state.opt, state.params)
             params = optax.apply_updates(state.params, updates)
-        told = jnp.stack([loss.astype(jnp.float32), optax.global_norm(grads), schedule(run)(number)])
+        told = jnp.stack([loss.astype(jnp.float32), optax.tree.norm(grads), schedule(run)(number)])
         return State(params, opt, mems), told
 
     return jax.pmap(step, axis_name="device", in_axes=(0, 0, 0, None), donate_argnums=0)
@@ -287,10 +248,15 @@ def replicate(tree, n_devices):
     return jax.tree.map(lambda a: np.broadcast_to(a, (n_devices, *np.shape(a))), tree)
 
 
+@partial(jax.pmap, axis_name="device")
+def put(tree):
+    """Host arrays, device first, onto the devices, placed as steps leave their results: so a step compiles once."""
+    return tree
+
+
 def to_devices(state, n_devices):
     """A host state of all rows -> the devices' state."""
     mems = spread(state.mems, n_devices, axis=1)
-    put = jax.pmap(lambda state: state)  # one call, so that the step always meets arrays placed alike
     return put(State(replicate(state.params, n_devices), replicate(state.opt, n_devices), mems))
 
 
@@ -302,7 +268,7 @@ def one(tree):
 def to_host(state):
     """The devices' state -> host arrays of all rows."""
     h, fill = np.asarray(state.mems.h), np.asarray(state.mems.fill)  # [N, L, b, M, D]
-    h = np.moveaxis(h, 0, 1).reshape(h.shape[1], -1, *h.shape[3:])
+    h = np.moveaxis(h, 0, 1).reshape(h.shape[1], fill.size, *h.shape[3:])
     return State(one(state.params), one(state.opt), txl.Mems(h, fill.reshape(-1)))
 
 
@@ -323,13 +289,19 @@ def evaluate(eval_step, params, tokens, cfg, run, n_devices):
     """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory."""
     rows = min(run.eval_batch, len(tokens) - 1)
     more = -rows % n_devices  # empty rows, so that every device has as many
-    mems = spread(jax.tree.map(np.asarray, txl.init_mems(cfg, rows + more)), n_devices, axis=1)
+    mems = put(spread(txl.init_mems(cfg, rows + more), n_devices, axis=1))
     sums = []
     for batch in eval_batches(tokens, rows, run.tgt_len):
         batch = [np.pad(a, ((0, more), (0, 0))) for a in batch]
         total, mems = eval_step(params, *spread(batch, n_devices), mems)
         sums.append(total)
     return sum(float(np.asarray(total, np.float64).sum()) for total in sums) / (len(tokens) - 1), len(tokens) - 1
+
+
+def judged(loss, n, step, split, corpus, run):
+    """The log entry of an evaluation: mean nats `loss` over n targets."""
+    entry = {"step": step, "split": split, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, split)}
+    return entry | {"ppl": math.exp(min(loss, 700)), "targets": n, "eval_batch": min(run.eval_batch, n)}
 
 
 def bits_per_byte(loss_nats, corpus, split):
@@ -359,8 +331,11 @@ def short_sample(params, vocab, cfg, n=200, temperature=0.8):
 
 def memory_mib():
     """(MiB, whose): the devices' peak where the backend tells, else this process's peak resident memory, else None."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
+    try:
+        stats = jax.local_devices()[0].memory_stats() or {}
+    except (RuntimeError, NotImplementedError):  # some backends raise instead of giving None
+        stats = {}
+    if stats.get("peak_bytes_in_use"):
         return stats["peak_bytes_in_use"] / 2**20, "device peak"
     try:
         import resource
@@ -376,14 +351,8 @@ def header(cfg, run, corpus, n_devices):
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
     versions = {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
-    return {
-        "versions": versions,
-        **where,
-        "config": asdict(cfg),
-        "run": asdict(run),
-        "corpus": text,
-        "n_params": n_params,
-    }
+    flags = {"config": asdict(cfg), "run": asdict(run)}
+    return {"versions": versions, **where, **flags, "corpus": text, "n_params": n_params}
 
 
 def line(entry, run):
@@ -394,11 +363,10 @@ def line(entry, run):
         what = f"{entry['split']} loss of {entry['targets']:,} targets in {entry['eval_batch']} rows"
         return f"step {entry['step']}  {what}: {loss}"
     memory = "n/a" if entry["mem_mib"] is None else f"{entry['mem_mib']:,.0f} MiB"
-    head = (
-        f"step {entry['step']}/{run.steps} {entry['step'] / run.steps:.0%}  loss {loss}  grad {entry['grad_norm']:.3f}"
-    )
     speed = "compiled" if entry["tok_per_s"] is None else f"{entry['tok_per_s']:,.0f} tok/s"
-    return f"{head}  lr {entry['lr']:.2e}  {speed}  mem {memory}  left {took(entry['left_s'] or 0)}"
+    head = f"step {entry['step']}/{run.steps} {entry['step'] / run.steps:.0%}  loss {loss}"
+    head += f"  grad {entry['grad_norm']:.3f}  lr {entry['lr']:.2e}"
+    return f"{head}  {speed}  mem {memory}  left {took(entry['left_s'] or 0)}"
 
 
 def write_log(file, entry, run):
@@ -418,19 +386,21 @@ def settle(given):
     if run.resume == "auto":
         if not run.out:
             raise ValueError("--resume auto needs --out DIR, the folder to go on with or to start in")
-        run = replace(run, resume=run.out if has_run(Path(run.out)) else "")
+        run = replace(run, resume=run.out if any(Path(run.out).glob("*.npz")) else "")
     if run.eval_only:
-        source = load(run.run or newest_run())
+        source = load(run.run or checkpoint.newest_run())
     elif run.resume or run.init:
-        source = load(newest_checkpoint(run.resume) if run.resume else run.init)
+        source = load(checkpoint.newest(run.resume) if run.resume else run.init)
     if source and (run.resume or run.eval_only):
-        kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in ("out", "devices", "run")}
-        run = replace(run, **kept, **({"resume": run.resume, "out": run.resume} if run.resume else {}))
+        kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in CALL}
+        run = replace(run, **kept, out=run.resume)
     corpus = prepare.load(run.data or None, run.tokenizer or None)
     vocab = source.vocab if source else corpus.vocab
     if corpus.vocab != vocab:
         corpus = recode(corpus, vocab, run)
     asked = of(txl.Config)
+    if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
+        raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
     if source:
         for name in asked.keys() - set(FREE):
             if asked[name] != getattr(source.cfg, name):
@@ -443,14 +413,6 @@ def settle(given):
     if run.resume and corpus.sha256 != source.run["corpus"]:
         raise ValueError(f"{run.resume} was trained on other data: start a new run from it with --init {run.resume}")
     return cfg, run, corpus._replace(vocab=vocab), source
-
-
-def newest_checkpoint(folder):
-    """The checkpoint of the highest step in a run folder."""
-    found = [(checkpoint.read(p)[0]["run"]["step"], str(p)) for p in Path(folder).glob("*.npz")]
-    if not found:
-        raise ValueError(f"{folder}: no checkpoint to resume from: give the folder of a run that has saved one")
-    return max(found)[1]
 
 
 def recode(corpus, vocab, run):
@@ -466,6 +428,8 @@ def count_devices(run):
     n = run.devices or jax.local_device_count()
     if n > jax.local_device_count():
         raise ValueError(f"devices={n}, but there are {jax.local_device_count()}: give that or fewer")
+    if run.eval_only:
+        return n
     if run.batch % n:
         low = run.batch - run.batch % n
         raise ValueError(f"batch={run.batch} does not divide over {n} devices: use {low or n} or {low + n}")
@@ -499,11 +463,9 @@ def eval_only(cfg, run, corpus, source, n_devices):
     tokens = getattr(corpus, run.split)
     if len(tokens) < 2:
         raise ValueError(f"{run.split} split has {len(tokens)} tokens, need at least 2: give a longer text")
-    params = jax.pmap(lambda p: p)(replicate(source.params, n_devices))
-    loss, n = evaluate(make_eval(cfg), params, tokens, cfg, run, n_devices)
-    entry = {"step": source.run["step"], "split": run.split, "loss_nats": loss}
-    entry |= {"bpb": bits_per_byte(loss, corpus, run.split), "ppl": math.exp(min(loss, 700)), "targets": n}
-    entry |= {"eval_batch": min(run.eval_batch, n)}
+    params = put(replicate(source.params, n_devices))
+    found = evaluate(make_eval(cfg), params, tokens, cfg, run, n_devices)
+    entry = judged(*found, source.run["step"], run.split, corpus, run)
     print(json.dumps(entry) if run.json else line(entry, run), flush=True)
 
 
@@ -533,7 +495,10 @@ def train(cfg, run, corpus, source, n_devices, folder):
     """The loop: steps, a log line now and then, evaluations, checkpoints."""
     cursor = first = 0
     if run.resume:
-        host, cursor = restore(source, cfg, run)
+        try:
+            host, cursor = restore(source, cfg, run)
+        except ValueError as e:
+            sys.exit(f"train.py: {e}")
         first = source.run["step"]
     else:
         host = jax.tree.map(np.asarray, init_state(cfg, run, source and source.params, run.batch))
@@ -546,13 +511,15 @@ def train(cfg, run, corpus, source, n_devices, folder):
     stop, restore_signals = catch_signals()
     clock, waiting = [None, first], None
 
+    def stop_unless_finite(number, **values):
+        if not all(map(math.isfinite, values.values())):
+            what = ", ".join(f"{name} {value}" for name, value in values.items())
+            found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
+            sys.exit(f"{found}. Lower --lr, raise --warmup")
+
     def report(number, told):
         loss, grad_norm, lr = (float(x) for x in one(told))
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            what = f"loss {loss}, gradient norm {grad_norm} at step {number}"
-            raise SystemExit(
-                f"train.py: {what}: stopped; {folder} keeps its last good checkpoint. Lower --lr, raise --warmup"
-            )
+        stop_unless_finite(number, loss=loss, grad_norm=grad_norm)
         if number % run.log_every and number not in (first + 1, run.steps):
             return
         now, (then, at) = time.perf_counter(), clock
@@ -571,10 +538,10 @@ def train(cfg, run, corpus, source, n_devices, folder):
         return meta
 
     def judge(number, split, tokens):
-        loss, n = evaluate(eval_fn, state.params, tokens, cfg, run, n_devices)
-        entry = {"step": number, "split": split, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, split)}
-        write_log(log, entry | {"targets": n, "eval_batch": min(run.eval_batch, n)}, run)
-        return loss
+        entry = judged(*evaluate(eval_fn, state.params, tokens, cfg, run, n_devices), number, split, corpus, run)
+        stop_unless_finite(number, **{f"{split}_loss": entry["loss_nats"]})
+        write_log(log, entry, run)
+        return entry["loss_nats"]
 
     try:
         for number in range(first + 1, run.steps + 1):
@@ -617,7 +584,7 @@ def main(argv=None):
         need_tokens(run, corpus)
         if run.resume and source.run["step"] >= run.steps:
             raise ValueError(f"{run.resume} is at step {source.run['step']} of {run.steps}: give more --steps")
-        folder = Path(run.resume) if run.resume else new_folder(run.out, corpus.name)
+        folder = Path(run.resume or checkpoint.new_folder(run.out, corpus.name, given.get("resume") == "auto"))
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")
     device = jax.local_devices()[0]

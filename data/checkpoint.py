@@ -1,4 +1,7 @@
-"""Checkpoints: one .npz, {key path: array} and "meta", JSON as bytes. No pickle; bfloat16 stands there as uint16."""
+"""Checkpoints and the folders of runs that hold them.
+
+A checkpoint is one .npz: {key path: array} and "meta", JSON as bytes. No pickle; bfloat16 stands there as uint16.
+"""
 
 import io
 import json
@@ -6,6 +9,7 @@ import math
 import os
 import zipfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -49,8 +53,8 @@ def read(path, want=lambda meta: {}):
             if wrong:
                 raise ValueError(f"{path} does not fit: " + "; ".join(sorted(wrong)))
             arrays = {name: _array(z, sizes[name], meta["dtypes"].get(name)) for name in wanted}
-    except (zipfile.BadZipFile, KeyError, EOFError, json.JSONDecodeError, zlib.error, NotImplementedError) as e:
-        raise ValueError(f"{path} is damaged or no checkpoint of ours ({e}): give another one") from None
+    except (zipfile.BadZipFile, KeyError, EOFError, json.JSONDecodeError, zlib.error, RuntimeError, OSError) as e:
+        raise ValueError(f"{path} is damaged, not ours or not to be read ({e}): give another checkpoint") from None
     return meta, arrays
 
 
@@ -75,3 +79,55 @@ def _array(z, info, dtype=None):
         f.read(skip)
         array = np.frombuffer(bytearray(f.read()), stored).reshape(shape, order="F" if fortran else "C")
     return array.view(np.dtype(dtype)) if dtype else array
+
+
+def has_run(folder):
+    """Whether a folder holds a run."""
+    return any((folder / name).exists() for name in ("log.jsonl", "last.npz", "best.npz"))
+
+
+def new_folder(out, name, again=False):
+    """Makes and returns the folder of a new run: `out`, or the first free runs/NAME-N. Refuses one that holds a run.
+
+    again: not one that ended before its first checkpoint.
+    """
+    folder = Path(out) if out else next(p for n in range(1, 10**9) if not (p := Path("runs") / f"{name}-{n}").exists())
+    if has_run(folder) and not again:
+        raise ValueError(f"{folder} holds a run: give --resume {folder} to go on with it, or another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"out={out} is a file: give a folder") from None
+    except OSError as e:
+        raise ValueError(f"out={out}: no folder can be made ({e.strerror}): give another one") from None
+    return folder
+
+
+def newest_run(root="runs"):
+    """The folder under `root` whose checkpoint was written last."""
+    found = [(p.stat().st_mtime, p.parent) for name in ("last.npz", "best.npz") for p in Path(root).glob(f"*/{name}")]
+    if not found:
+        raise ValueError(f"no run found in {Path(root).resolve()}: train one with train.py, or give --run DIR")
+    return max(found)[1]
+
+
+def find(path):
+    """The file that `path` means: itself, or in a run folder best.npz and else last.npz."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    found = [path / name for name in ("best.npz", "last.npz") if (path / name).is_file()]
+    if not found:
+        raise ValueError(f"{path}: no checkpoint there: give a run folder with best.npz or last.npz, or such a file")
+    return found[0]
+
+
+def newest(folder):
+    """The checkpoint of the highest step in a run folder."""
+    try:
+        found = [(read(p)[0]["run"]["step"], str(p)) for p in Path(folder).glob("*.npz")]
+    except (KeyError, TypeError):
+        raise ValueError(f"{folder} holds an .npz that is no checkpoint of ours: take it out") from None
+    if not found:
+        raise ValueError(f"{folder}: no checkpoint to resume from: give the folder of a run that has saved one")
+    return max(found)[1]

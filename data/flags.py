@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import fields
+from functools import cache
 
 
 def finite(text):
@@ -24,6 +25,12 @@ def numbers(text):
 KINDS = {int: (int, "whole number"), float: (finite, "number"), str: (str, "text"), tuple: (numbers, "numbers 1,2,...")}
 
 
+@cache
+def comments(cls):
+    """{field of a dataclass: its trailing comment}."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+
+
 def parse(argv, prog, about, groups, epilog=None):
     """{flag: value} of the flags given in argv. A dataclass's fields are the flags, their comments the help."""
     parser = argparse.ArgumentParser(prog, description=about, epilog=epilog, allow_abbrev=False)
@@ -31,10 +38,9 @@ def parse(argv, prog, about, groups, epilog=None):
     parser.error = lambda message: sys.exit(f"{prog}: {message} (see {prog} --help)")
     for title, cls in groups.items():
         group = parser.add_argument_group(title)
-        notes = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
         for f in fields(cls):
             kind, shown = type(f.default), f.default if f.default not in ("", ()) else "none"
-            text = f"{notes[f.name]} (default: {shown})".replace("%", "%%")
+            text = f"{comments(cls)[f.name]} (default: {shown})".replace("%", "%%")
             if kind is bool:
                 action = argparse.BooleanOptionalAction
                 group.add_argument(f"--{f.name}", action=action, default=argparse.SUPPRESS, help=text)

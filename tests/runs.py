@@ -1,0 +1,111 @@
+"""What tests of the scripts share: calls in process, tiny sizes, checkpoints without training, a count of compiles."""
+
+import contextlib
+import io
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import train
+from data import checkpoint
+
+TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
+TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
+WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])
+TEXT = "".join(WORDS[np.random.default_rng(0).integers(0, len(WORDS), 1500)]).encode()
+COMPILED = []  # grows by one with every program that XLA compiles; jax has no public way to take a listener out again
+
+
+def heard(event, seconds, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(heard)
+
+
+class Outcome(NamedTuple):
+    code: object  # None: returned; else what the process would exit with, or say before exiting with 1
+    out: str
+    err: str
+
+    def entries(self):
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def argv(**flags):
+    """Flags as words: True and False are --flag and --no-flag."""
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return words
+
+
+def call(main, *words, **flags):
+    """The Outcome of a script's main on words and flags."""
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main([str(word) for word in words] + argv(**flags))
+        except SystemExit as e:
+            code = e.code
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def refused(outcome, *words):
+    """Asserts that a call ended with one line that has all `words`."""
+    assert isinstance(outcome.code, str), outcome  # a text is printed, and the process exits with 1
+    assert "\n" not in outcome.code
+    for word in words:
+        assert str(word) in outcome.code, f"no {word!r} in: {outcome.code}"
+
+
+def log(folder):
+    """(header, entries of steps, entries of evaluations) of a run folder; of the last start where there are several."""
+    entries = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    heads = [i for i, entry in enumerate(entries) if "versions" in entry]
+    assert heads[0] == 0
+    own = entries[heads[-1] + 1 :]
+    return entries[heads[-1]], [e for e in own if "split" not in e], [e for e in own if "split" in e]
+
+
+def losses(folder):
+    return [entry["loss_nats"] for entry in log(folder)[1]]
+
+
+def raw(path):
+    """(meta, {name: array}) of all that stands in a checkpoint file, read without our code."""
+    with np.load(path, allow_pickle=False) as z:
+        arrays = {name: z[name] for name in z.files}
+    return json.loads(arrays.pop("meta").tobytes()), arrays
+
+
+def write_raw(path, meta, arrays):
+    np.savez(path, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
+
+
+def interrupt(monkeypatch, step, number):
+    """Sends this process a signal while it prepares a step of training."""
+    batch_at, count = train.batch_at, [0]
+
+    def spy(*args):
+        count[0] += 1
+        if count[0] == step:
+            os.kill(os.getpid(), number)
+        return batch_at(*args)
+
+    monkeypatch.setattr(train, "batch_at", spy)
+
+
+def save_model(folder, cfg, params, vocab, tgt_len=8):
+    """A run folder with a checkpoint that can be sampled and evaluated, made without training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = {"step": 5, "cursor": 0, "flags": asdict(train.Run(tgt_len=tgt_len)), "corpus": "", "best": 1.0}
+    meta = {"config": asdict(cfg), "vocab": vocab, "run": run | {"versions": {"jax": jax.__version__}}}
+    checkpoint.save(folder / "best.npz", train.named({"params": params}), meta)
+    return folder
