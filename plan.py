@@ -12,6 +12,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+import step
 import txl
 
 MIB = 2**20
@@ -64,22 +65,51 @@ def total(compiled):
     return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
 
 
-def entry(cfg, run, state, step_total, eval_total):
-    """One line of the plan: bytes on a device by kind in MiB. state: one device's shapes; totals in bytes or None."""
-    mib = lambda n: None if n is None else round(n / MIB, 1)
+def entry(cfg, run, n_devices, compiled, compiled_eval=None):
+    """One line of the plan: MiB on each device by kind, None where the backend tells nothing."""
+    state = jax.eval_shape(lambda: step.init_state(cfg, run, None, run.batch // n_devices))
     kinds = {"parameters": nbytes(state.params), "gradients": nbytes(state.params), "optimizer": nbytes(state.opt)}
     kinds["memories"] = nbytes(state.mems)
-    work = None if step_total is None else max(step_total - sum(kinds.values()), 0)
-    evaluation = None if eval_total is None else eval_total + kinds["optimizer"] + kinds["memories"]
+    whole = total(compiled)
+    kinds["workspace"] = None if whole is None else max(whole - sum(kinds.values()), 0)
+    kinds["total"] = whole
+    if compiled_eval is not None:
+        whole = total(compiled_eval)
+        kinds["evaluation"] = None if whole is None else whole + kinds["optimizer"] + kinds["memories"]
     setting = {name: getattr(cfg, name) for name in KNOBS} | {"batch_chunk": run.batch_chunk}
-    bytes_of = {f"{name}_mib": mib(n) for name, n in kinds.items()} | {"workspace_mib": mib(work)}
-    told = {"total_mib": mib(step_total), "evaluation_mib": mib(evaluation), "recompute": round(recompute(cfg, run), 2)}
-    return {"setting": setting, **bytes_of, **told}
+    sizes = {f"{name}_mib": None if n is None else round(n / MIB, 1) for name, n in kinds.items()}
+    return {"setting": setting, **sizes, "recompute": round(recompute(cfg, run), 2)}
+
+
+def measure(cfg, run, n_devices):
+    """The plan's line for one setting: its step and its evaluation compiled from shapes."""
+    compiled = step.compile_step(cfg, run, n_devices)
+    evaluation = step.make_eval(cfg).lower(*step.eval_shapes(cfg, run, n_devices)).compile()
+    return entry(cfg, run, n_devices, compiled, evaluation)
+
+
+def choose(cfg, run, n_devices, budget):
+    """(cfg, run, line) of the first setting, from cheap to thrifty, whose need is within `budget` bytes.
+
+    ValueError with the smallest need where none is.
+    """
+    lines = []
+    for c, r in candidates(cfg, run, run.batch // n_devices):
+        lines.append(measure(c, r, n_devices))
+        need = need_mib(lines[-1])
+        if need is None:
+            raise ValueError(f"memory_budget={run.memory_budget}: this backend tells no memory figures: leave it out")
+        if need * MIB <= budget:
+            return c, r, lines[-1]
+    least = min(lines, key=need_mib)
+    words = " ".join(f"--{k} {v}" for k, v in least["setting"].items())
+    found = f"memory_budget={run.memory_budget} is too little: {need_mib(least):,.0f} MiB is the least, with {words}"
+    raise ValueError(f"{found}; lower --batch, --tgt_len or the model, or use more devices")
 
 
 def need_mib(entry):
     """What a run of this setting needs: its step or its evaluation, whichever is more; None where unknown."""
-    known = [entry[name] for name in ("total_mib", "evaluation_mib") if entry[name] is not None]
+    known = [entry[name] for name in ("total_mib", "evaluation_mib") if entry.get(name) is not None]
     return max(known) if known else None
 
 

@@ -4,28 +4,28 @@ Top to bottom: flags, run folders, checkpoints, the stream of batches, the optim
 State lives on the devices with a leading axis, one entry a device, and every step runs under `pmap`.
 """
 
+import contextlib
 import json
 import math
-import re
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
+import plan
 import txl
 from data import checkpoint, flags, prepare, tokenizer
+from step import State, compile_step, init_state, make_eval, put, spread, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
-FREE += ("dtype",)  # what a resumed run may change: all else decides the parameters' shapes or meaning
+FREE += ("dtype", "layer_rows")  # what a resumed run may change: all else decides the parameters' shapes or meaning
 CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json")  # what a resumed run does not inherit
 LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min"), 0)  # everything else starts at 1
 
@@ -154,148 +154,20 @@ def eval_batches(tokens, rows, T):
         yield tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32), column < lengths[:, None]
 
 
-# the optimizer and the step
-
-
-def schedule(run):
-    """Learning rate as a function of the steps done."""
-
-    def lr(step):
-        step = jnp.asarray(step, jnp.float32)
-        left = jnp.clip((step - run.warmup) / max(run.steps - run.warmup, 1), 0, 1)
-        shape = {
-            "cosine": run.lr_min + (1 - run.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * left)),
-            "inv_sqrt": jnp.sqrt(max(run.warmup, 1) / jnp.maximum(step + 1, max(run.warmup, 1))),
-            "constant": jnp.float32(1),
-        }[run.schedule]
-        return run.lr * shape * jnp.minimum(1, (step + 1) / max(run.warmup, 1))
-
-    return lr
-
-
-def optimizer(run):
-    """Clipping by global norm, Adam, decay of the matrices, the learning rate."""
-    matrices = lambda params: jax.tree.map_with_path(
-        lambda path, p: not re.search("bias|scale|b_", path[-1].key), params
-    )
-    decay = optax.add_decayed_weights(run.weight_decay, matrices) if run.optimizer == "adamw" else optax.identity()
-    adam = optax.scale_by_adam(0.9, run.beta2)
-    return optax.chain(optax.clip_by_global_norm(run.clip), adam, decay, optax.scale_by_learning_rate(schedule(run)))
-
-
-class State(NamedTuple):
-    params: dict
-    opt: tuple
-    mems: txl.Mems
-
-
-def init_state(cfg, run, params, rows):
-    """A fresh state for `rows` rows; params None: random ones from the seed."""
-    params = txl.init_params(jax.random.key(run.seed), cfg) if params is None else params
-    return State(params, optimizer(run).init(params), txl.init_mems(cfg, rows))
-
-
-def row_keys(run, step, rows):
-    """Dropout keys of global rows [B] at a step."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(run.seed), 1), step)
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-
-
-def make_step(cfg, run, n_devices):
-    """step(state, ids, targets [device, B, T], number) -> state, [device, 3]: loss in nats, gradient norm, lr."""
-    tx, rows, parts = optimizer(run), run.batch // n_devices, run.batch_chunk
-
-    def grads_of(params, ids, targets, mems, keys):
-        keys = keys if cfg.dropout or cfg.dropatt else None
-        return jax.value_and_grad(txl.loss_fn, has_aux=True)(params, ids, targets, mems, cfg, key=keys)
-
-    def in_parts(params, ids, targets, mems, keys):
-        split = lambda a: a.reshape(parts, rows // parts, *a.shape[1:])
-        h = jnp.moveaxis(mems.h.reshape(len(mems.h), parts, rows // parts, *mems.h.shape[2:]), 1, 0)
-        zero = jax.tree.map(jnp.zeros_like, params)
-
-        def add(total, part):
-            (loss, mems), grads = grads_of(params, *part)
-            return jax.tree.map(lambda a, b: a + b / parts, total, (loss, grads)), mems
-
-        xs = (split(ids), split(targets), txl.Mems(h, split(mems.fill)), split(keys))
-        (loss, grads), mems = lax.scan(add, (jnp.zeros((), txl.wide(cfg)), zero), xs)
-        h = jnp.moveaxis(mems.h, 0, 1).reshape(cfg.n_layer, rows, *mems.h.shape[3:])
-        return (loss, txl.Mems(h, mems.fill.reshape(rows))), grads
-
-    def step(state, ids, targets, number):
-        keys = row_keys(run, number, lax.axis_index("device") * rows + jnp.arange(rows))
-        compute = grads_of if parts == 1 else in_parts
-        (loss, mems), grads = compute(state.params, ids, targets, state.mems, keys)
-        loss, grads = lax.pmean((loss, grads), "device")
-        with jax.named_scope("optimizer"):
-            updates, opt = tx.update(grads, state.opt, state.params)
-            params = optax.apply_updates(state.params, updates)
-        told = jnp.stack([loss.astype(jnp.float32), optax.tree.norm(grads), schedule(run)(number)])
-        return State(params, opt, mems), told
-
-    return jax.pmap(step, axis_name="device", in_axes=(0, 0, 0, None), donate_argnums=0)
-
-
-def spread(tree, n_devices, axis=0):
-    """Host arrays split over devices along `axis`, device first: [N*b, ...] -> [N, b, ...]."""
-    split = lambda a: np.stack(np.split(np.asarray(a), n_devices, axis=min(axis, np.ndim(a) - 1)))
-    return jax.tree.map(split, tree)
-
-
-def replicate(tree, n_devices):
-    """Host arrays with a leading axis of equal entries, one a device."""
-    return jax.tree.map(lambda a: np.broadcast_to(a, (n_devices, *np.shape(a))), tree)
-
-
-@partial(jax.pmap, axis_name="device")
-def put(tree):
-    """Host arrays, device first, onto the devices, placed as steps leave their results: so a step compiles once."""
-    return tree
-
-
-def to_devices(state, n_devices):
-    """A host state of all rows -> the devices' state."""
-    mems = spread(state.mems, n_devices, axis=1)
-    return put(State(replicate(state.params, n_devices), replicate(state.opt, n_devices), mems))
-
-
-def one(tree):
-    """The first device's entry, as host arrays: of what is equal on all."""
-    return jax.tree.map(lambda a: np.asarray(a.addressable_shards[0].data)[0], tree)
-
-
-def to_host(state):
-    """The devices' state -> host arrays of all rows."""
-    h, fill = np.asarray(state.mems.h), np.asarray(state.mems.fill)  # [N, L, b, M, D]
-    h = np.moveaxis(h, 0, 1).reshape(h.shape[1], fill.size, *h.shape[3:])
-    return State(one(state.params), one(state.opt), txl.Mems(h, fill.reshape(-1)))
-
-
 # evaluation
-
-
-def make_eval(cfg):
-    """The evaluation step under pmap: params, ids, targets, weights, mems -> summed nats [device], mems."""
-
-    def step(params, ids, targets, weights, mems):
-        losses, mems = txl.token_losses(params, ids, targets, mems, cfg)
-        return jnp.where(weights, losses, 0).sum(), mems
-
-    return jax.pmap(step, axis_name="device", donate_argnums=4)
 
 
 def evaluate(eval_step, params, tokens, cfg, run, n_devices):
     """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory."""
     rows = min(run.eval_batch, len(tokens) - 1)
     more = -rows % n_devices  # empty rows, so that every device has as many
-    mems = put(spread(txl.init_mems(cfg, rows + more), n_devices, axis=1))
+    mems = to_devices(State((), (), txl.init_mems(cfg, rows + more)), n_devices).mems
     sums = []
     for batch in eval_batches(tokens, rows, run.tgt_len):
         batch = [np.pad(a, ((0, more), (0, 0))) for a in batch]
         total, mems = eval_step(params, *spread(batch, n_devices), mems)
         sums.append(total)
-    return sum(float(np.asarray(total, np.float64).sum()) for total in sums) / (len(tokens) - 1), len(tokens) - 1
+    return sum(float(total) for total in sums) / (len(tokens) - 1), len(tokens) - 1
 
 
 def judged(loss, n, step, split, corpus, run):
@@ -463,115 +335,128 @@ def eval_only(cfg, run, corpus, source, n_devices):
     tokens = getattr(corpus, run.split)
     if len(tokens) < 2:
         raise ValueError(f"{run.split} split has {len(tokens)} tokens, need at least 2: give a longer text")
-    params = put(replicate(source.params, n_devices))
+    params = put(State(source.params, (), spread(txl.init_mems(cfg, n_devices), n_devices, 1))).params
     found = evaluate(make_eval(cfg), params, tokens, cfg, run, n_devices)
     entry = judged(*found, source.run["step"], run.split, corpus, run)
     print(json.dumps(entry) if run.json else line(entry, run), flush=True)
 
 
 class Stop:
-    """The number of the signal that asked this run to end, or 0. A second SIGINT ends it at once."""
+    """The number of the signal that asked this run to end, or 0."""
 
     number = 0
 
 
-def catch_signals():
-    """Routes SIGINT and SIGTERM to the returned Stop; with it, what restores the handlers."""
+@contextlib.contextmanager
+def signals():
+    """SIGINT and SIGTERM set the number of the Stop that this gives; a second SIGINT ends the process at once."""
     stop, old = Stop(), {}
 
-    def handler(number, _):
+    def handler(number, frame):
         if stop.number and number == signal.SIGINT:
-            signal.default_int_handler(number, _)
+            signal.default_int_handler(number, frame)
         stop.number = number
 
     try:
         old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread
         pass
-    return stop, lambda: [signal.signal(number, action) for number, action in old.items()]
+    try:
+        yield stop
+    finally:
+        for number, action in old.items():
+            signal.signal(number, action)
+
+
+def finite(number, folder, **values):
+    """Ends the run where one of the values of step `number` is not finite."""
+    if not all(map(math.isfinite, values.values())):
+        what = ", ".join(f"{name} {value}" for name, value in values.items())
+        found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
+        sys.exit(f"{found}. Lower --lr, raise --warmup")
+
+
+def prepared(cfg, run, source, n_devices):
+    """(devices' state, steps done, tokens read of each row, best loss) at the start of a run."""
+    if not run.resume:
+        host = jax.tree.map(np.asarray, init_state(cfg, run, source and source.params, run.batch))
+        return to_devices(host, n_devices), 0, 0, math.inf
+    try:
+        host, cursor = restore(source, cfg, run)
+    except ValueError as e:
+        sys.exit(f"train.py: {e}")
+    return to_devices(host, n_devices), source.run["step"], cursor, source.run["best"]
+
+
+def fetch(told):
+    """What a step tells, as floats: waits for the step."""
+    return [float(x) for x in np.asarray(told)]
+
+
+def step_entry(number, told, ms, corpus, run):
+    """The log entry of a step that took `ms`, None where it was not measured."""
+    loss, grad_norm, lr = told
+    entry = {"step": number, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, "train"), "grad_norm": grad_norm}
+    entry |= {"lr": lr, "tok_per_s": ms and run.batch * run.tgt_len / ms * 1e3, "step_ms": ms}
+    return entry | {"mem_mib": memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
 
 
 def train(cfg, run, corpus, source, n_devices, folder):
     """The loop: steps, a log line now and then, evaluations, checkpoints."""
-    cursor = first = 0
-    if run.resume:
-        try:
-            host, cursor = restore(source, cfg, run)
-        except ValueError as e:
-            sys.exit(f"train.py: {e}")
-        first = source.run["step"]
-    else:
-        host = jax.tree.map(np.asarray, init_state(cfg, run, source and source.params, run.batch))
-    state, host = to_devices(host, n_devices), None
-    step_fn, eval_fn = make_step(cfg, run, n_devices), make_eval(cfg)
-    head = header(cfg, run, corpus, n_devices)
-    best = source.run["best"] if run.resume else math.inf
-    log = open(folder / "log.jsonl", "a")
-    log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
-    stop, restore_signals = catch_signals()
-    clock, waiting = [None, first], None
-
-    def stop_unless_finite(number, **values):
-        if not all(map(math.isfinite, values.values())):
-            what = ", ".join(f"{name} {value}" for name, value in values.items())
-            found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
-            sys.exit(f"{found}. Lower --lr, raise --warmup")
+    compiled = compile_step(cfg, run, n_devices)  # before there is any state
+    state, first, cursor, best = prepared(cfg, run, source, n_devices)
+    eval_fn, clock, waiting = make_eval(cfg), [None, first], None
+    head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
+    meta = {"config": asdict(cfg), "vocab": corpus.vocab}
+    about = {"flags": asdict(run), "corpus": corpus.sha256, "versions": head["versions"]}
 
     def report(number, told):
-        loss, grad_norm, lr = (float(x) for x in one(told))
-        stop_unless_finite(number, loss=loss, grad_norm=grad_norm)
-        if number % run.log_every and number not in (first + 1, run.steps):
-            return
-        now, (then, at) = time.perf_counter(), clock
-        clock[:] = now, number
-        ms = (now - then) * 1e3 / (number - at) if then else None
-        entry = {"step": number, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, "train"), "grad_norm": grad_norm}
-        entry |= {"lr": lr, "tok_per_s": ms and run.batch * run.tgt_len / ms * 1e3, "step_ms": ms}
-        entry |= {"mem_mib": memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
-        write_log(log, entry, run)
+        told = fetch(told)
+        finite(number, folder, loss=told[0], grad_norm=told[1])
+        if number % run.log_every == 0 or number in (first + 1, run.steps):
+            now, (then, at) = time.perf_counter(), clock
+            clock[:] = now, number
+            write_log(log, step_entry(number, told, then and (now - then) * 1e3 / (number - at), corpus, run), run)
 
-    def keep(number):
-        meta = {"config": asdict(cfg), "vocab": corpus.vocab}
-        about = {"step": number, "cursor": cursor, "flags": asdict(run), "corpus": corpus.sha256, "best": best}
-        meta["run"] = about | {"versions": head["versions"]}
-        checkpoint.save(folder / "last.npz", named(to_host(state)), meta)
-        return meta
+    def keep(number, *names):
+        host = named(to_host(state))
+        for name in names:
+            known = {"step": number, "cursor": cursor, "best": best}
+            checkpoint.save(folder / name, host, meta | {"run": about | known})
 
     def judge(number, split, tokens):
         entry = judged(*evaluate(eval_fn, state.params, tokens, cfg, run, n_devices), number, split, corpus, run)
-        stop_unless_finite(number, **{f"{split}_loss": entry["loss_nats"]})
+        finite(number, folder, **{f"{split}_loss": entry["loss_nats"]})
         write_log(log, entry, run)
         return entry["loss_nats"]
 
-    try:
+    with open(folder / "log.jsonl", "a") as log, signals() as stop:
+        log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
         for number in range(first + 1, run.steps + 1):
             ids, targets = batch_at(corpus.train, run.batch, cursor, run.tgt_len)
-            state, told = step_fn(state, *spread([ids, targets], n_devices), number - 1)
+            state, told = compiled(state, *spread([ids, targets], n_devices), np.int32(number - 1))
             cursor += run.tgt_len
             if waiting:
-                report(*waiting)
+                report(*waiting)  # a step late, so that the device has work meanwhile
             waiting = (number, told)
-            if number % run.eval_every == 0 or number == run.steps or stop.number:
-                report(*waiting)
-                paused, waiting = time.perf_counter(), None
-                if stop.number:
-                    keep(number)
-                    say(f"stopped at step {number}: go on with python train.py --resume {folder}")
-                    sys.exit(128 + stop.number)
-                loss = judge(number, "valid", corpus.valid[: run.eval_tokens + 1])
-                better, best = loss < best, min(loss, best)
-                meta = keep(number)
-                if better:
-                    checkpoint.save(folder / "best.npz", named(to_host(state)), meta)
-                if clock[0]:
-                    clock[0] += time.perf_counter() - paused
+            if number % run.eval_every and number != run.steps and not stop.number:
+                continue
+            report(number, told)
+            paused, waiting = time.perf_counter(), None
+            if stop.number:
+                keep(number, "last.npz")
+                say(f"stopped at step {number}: go on with python train.py --resume {folder}")
+                sys.exit(128 + stop.number)
+            loss = judge(number, "valid", corpus.valid[: run.eval_tokens + 1])
+            better, best = loss < best, min(loss, best)
+            keep(number, *(["last.npz", "best.npz"] if better else ["last.npz"]))
+            if clock[0]:
+                clock[0] += time.perf_counter() - paused
         for split in ("valid", "test"):
             judge(run.steps, split, getattr(corpus, split))
-    finally:
-        log.close()
-        restore_signals()
     if not run.json:
-        print(f"sample:\n{short_sample(one(state.params), corpus.vocab, cfg)}\ncheckpoints and log in {folder}")
+        text = short_sample(jax.tree.map(np.asarray, state.params), corpus.vocab, cfg)
+        print(f"sample:\n{text}\ncheckpoints and log in {folder}")
 
 
 def main(argv=None):

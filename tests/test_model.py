@@ -464,19 +464,35 @@ def test_remat_and_chunked_attention_keep_less_for_the_backward_pass():
     assert not scores(shapes) and chunked < none
     dots, shapes = residual_bytes(small(remat="dots"), T)
     assert not scores(shapes) and dots < none
-    full, deep = (residual_bytes(small(remat="full", n_layer=n), T)[0] for n in (2, 9))
+    full, deep = (residual_bytes(small(remat="full", n_layer=n, layer_rows=B), T)[0] for n in (2, 9))
     assert full < dots
     boundary, memory, weights = B * T * 10 * 4, B * 4 * 10 * 4, 4 * (5 * 150 + 2 * 140 + 14 + 50 + 30)
     assert deep - full <= 7 * (boundary + memory + weights)  # a layer more keeps its input, and what it is given
 
 
-def test_the_program_does_not_grow_with_depth():
-    def size(n_layer):
-        cfg = small(n_layer=n_layer, remat="full")
-        mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, B)), jax.ShapeDtypeStruct((B, T), jnp.int32)
-        run = jax.value_and_grad(lambda *args: txl.loss_fn(*args, cfg), has_aux=True)
-        return str(jax.make_jaxpr(run)(txl.param_shapes(cfg), ids, ids, mems)).count(" = ")
+def training_program(cfg, T):
+    """The text of the loss and its gradients before XLA, from shapes alone."""
+    mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, B)), jax.ShapeDtypeStruct((B, T), jnp.int32)
+    run = jax.value_and_grad(lambda *args: txl.loss_fn(*args, cfg), has_aux=True)
+    return str(jax.make_jaxpr(run)(txl.param_shapes(cfg), ids, ids, mems))
 
+
+def shapes_in(text):
+    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[(\d+(?:,\d+)+)\]", text)}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_chunked_attention_never_holds_the_scores_of_all_queries(remat):
+    T, S = 48, SMALL.mem_len + 48
+    # Keys are up to 3 more in a block: two that pad T to whole blocks and the extra row of positions.
+    keyed = lambda text: [math.prod(shape) for shape in shapes_in(text) if set(shape) & set(range(S, S + 4))]
+    assert max(keyed(training_program(SMALL, T))) >= B * 3 * T * S  # the check sees them where they are
+    chunked = small(attention="chunked", attn_block=5, layer_rows=1, remat=remat)
+    assert max(keyed(training_program(chunked, T))) < 3 * T * S
+
+
+def test_the_program_does_not_grow_with_depth():
+    size = lambda n_layer: training_program(small(n_layer=n_layer, remat="full"), T).count(" = ")
     assert size(2) == size(24)
 
 
@@ -490,8 +506,7 @@ def test_the_loss_in_chunks_never_holds_all_logits(cutoffs):
         cfg_ = dataclasses.replace(cfg, loss_chunk=chunk)
         loss = lambda params, hidden: txl.nats(params, hidden, targets, cfg_).mean()
         program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, hidden).compile()
-        shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"\[(\d+(?:,\d+)+)\]", program.as_text())}
-        return program(params, hidden), max(map(math.prod, shapes))
+        return program(params, hidden), max(map(math.prod, shapes_in(program.as_text())))
 
     want, size = run(0)
     assert size >= N * 700  # the check sees them where they are
@@ -550,9 +565,32 @@ def test_dropout_drops_its_rate_and_scales_the_others():
     assert np.abs(agree - chance).max() < 5 * math.sqrt(chance * (1 - chance) / kept.shape[1])
 
 
+def test_dropout_falls_on_embeddings_both_sublayers_the_inner_units_and_the_output():
+    rate, T = 0.3, 40
+    cfg = small(n_layer=1, pre_norm=True, mem_len=T, dropout=rate)
+    params, ids, key = make_params(cfg), make_ids(cfg, B, T), jax.random.split(jax.random.key(15), B)
+    layers = params["layers"]
+    sigma = math.sqrt(rate * (1 - rate) / (B * T * 10))
+
+    def run(**changed):
+        """Shares dropped: of embeddings; of outputs, of those left; of what the layer added, of those left."""
+        tree = params | {"layers": layers | changed}
+        hidden, mems = map(np.asarray, jax.tree.leaves(forward(tree, ids, make_mems(cfg, B), cfg, key=key))[:2])
+        embedded = mems[0] != 0
+        added = (hidden * (1 - rate) - mems[0])[embedded & (hidden != 0)]
+        return [1 - embedded.mean(), (hidden[embedded] == 0).mean(), (np.abs(added) < 1e-5).mean()]
+
+    no_ff = dict(w_2=layers["w_2"] * 0, b_2=layers["b_2"] * 0)
+    np.testing.assert_allclose(run(**no_ff), [rate] * 3, 0, 6 * sigma)
+    # Inner units of 1, the first ten of them the output: each is there if neither it nor its output was dropped.
+    ones = dict(w_o=layers["w_o"] * 0, w_1=layers["w_1"] * 0, b_1=layers["b_1"] * 0 + 1)
+    ones |= dict(w_2=np.eye(14, 10, dtype=np.float32)[None], b_2=layers["b_2"] * 0)
+    np.testing.assert_allclose(run(**ones), [rate, rate, 1 - (1 - rate) ** 2], 0, 6 * sigma)
+
+
 def test_attention_dropout_drops_its_rate_by_head_query_and_key():
     rate, (batch, H, T, S) = 0.3, (4, 3, 60, 60)
-    seeds = txl._seeds(jax.random.split(jax.random.key(11), batch), 0, 0)
+    seeds = np.array([[55, 9], [55, 7], [3, 7], [3, 1 << 31]], np.uint32)  # neighbours share one of two words
     nothing, values = np.zeros((batch, H, T, S), np.float32), np.eye(S, dtype=np.float32)
     run = jax.jit(lambda lo: txl.attention(
         nothing, nothing, nothing, jnp.broadcast_to(values, (batch, H, S, S)), nothing[0], lo, block=13,
@@ -612,16 +650,31 @@ def test_in_bfloat16_sums_are_taken_in_float32():
     want = np.stack([numpy_model.layer_norm(row, one, zero) for row in x.astype(np.float64)])
     got = np.asarray(jax.jit(txl.layer_norm)(x, one, zero)).astype(np.float64)
     np.testing.assert_allclose(got, want, 1 / 256, 1e-5)
-    # An even softmax over 600 keys: a bfloat16 sum of ones stops at 256.
-    q, k, v = np.zeros((1, 1, 1, 4), bf16), np.zeros((1, 1, 600, 4), bf16), np.ones((1, 1, 600, 4), bf16)
-    out = attention(q, q, k, v, k[0], np.zeros((1, 1), np.int32), block=1)
+    # Scores so large that rounding them would change weights by a tenth; weights and output are rounded.
+    lo = np.zeros((2, 7), np.int32)
+    q_u, q_v, *others = attention_inputs(7, 4, lo)
+    args = [(10 * q_u).astype(bf16), (10 * q_v).astype(bf16), *(a.astype(bf16) for a in others)]
+    want = gather_attention(*(a.astype(np.float64) for a in args), lo)
+    out = attention(*args, lo, block=None)
     assert out.dtype == bf16
-    np.testing.assert_allclose(out.astype(np.float32), 1, 1 / 128)
-    # The loss of 600 equal logits is ln 600.
-    cfg = small(dtype="bfloat16", n_token=600)
-    params = jax.tree.map(np.zeros_like, make_params(cfg))
-    nats = jax.jit(txl.nats, static_argnums=3)(params, np.zeros((1, 2, 10), bf16), np.zeros((1, 2), np.int32), cfg)
-    np.testing.assert_allclose(nats, math.log(600), 1e-6)
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, 0, 2 / 256 * np.abs(others[1]).max())
+    # The same for the loss: its inputs are rounded, its logits are not.
+    cfg = small(dtype="bfloat16")
+    params, targets = make_params(cfg, scale=5), make_ids(cfg, 3, 8)
+    params["embed_0"] = params["embed_0"].astype(bf16).astype(np.float32)
+    hidden = np.random.default_rng(16).standard_normal((3, 8, 10)).astype(bf16)
+    got = jax.jit(txl.nats, static_argnums=3)(params, hidden, targets, cfg)
+    np.testing.assert_allclose(got, numpy_model.nats(params, hidden.astype(np.float64), targets, cfg), 0, 1e-4)
+
+
+def test_products_of_bfloat16_that_give_scores_values_and_logits_are_float32():
+    """Read from the program before XLA, since a CPU computes such products wider than it is asked to."""
+    cfg, bf16 = small(dtype="bfloat16"), jnp.bfloat16
+    lo, args = np.zeros((1, 7), np.int32), attention_inputs(7, 4, np.zeros((1, 7)), jnp.bfloat16)
+    attend = jax.make_jaxpr(lambda *args: txl.attention(*args, lo, block=3))(*args)
+    nats = lambda params, hidden: txl.nats(params, hidden, np.zeros((1, 7), np.int32), cfg)
+    for text, n in ((attend, 3), (jax.make_jaxpr(nats)(make_params(cfg), np.zeros((1, 7, 10), bf16)), 1)):
+        assert str(text).count("dot_general") == str(text).count("preferred_element_type=float32") == n
 
 
 # config and parameters
@@ -748,7 +801,8 @@ def test_rows_read_alone_decode_together_as_alone():
 def test_a_cache_is_a_donated_carry_without_shared_buffers():
     cfg, params = CACHED["as published"], make_params(CACHED["as published"])
     for cache in (init_cache(params, cfg, 3), txl.init_cache(jax.device_put(params), cfg, 3)):
-        places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(cache)]
+        both = jax.tree.leaves((cache, txl.stack_caches([cache, cache])))
+        places = [a.unsafe_buffer_pointer() for a in both]
         assert len(set(places)) == len(places)
     step = jax.jit(txl.extend, static_argnames="cfg", donate_argnums=2)
     text = step.lower(params, np.zeros((3, 1), np.int32), cache, cfg).compile().as_text()

@@ -12,6 +12,7 @@ from conftest import make_ids, make_params
 import profiling
 import train
 import txl
+from step import make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # jaxlib's own, on Python 3.12
 STEPS = 3
@@ -65,7 +66,7 @@ def recorded(tmp_path_factory):
     run = train.Run(batch=4, tgt_len=7)
     state = train.to_devices(jax.tree.map(np.asarray, train.init_state(cfg, run, make_params(cfg), run.batch)), 2)
     ids = make_ids(cfg, 2, run.batch // 2, run.tgt_len)
-    step, wall = train.make_step(cfg, run, 2), []
+    step, wall = make_step(cfg, run, 2), []
     compiled = step.lower(state, ids, ids, 0).compile()
 
     def steps():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import warnings
@@ -17,9 +18,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refused, write_raw
 
 import sample
+import step as steps_of
 import train
 import txl
 from data import checkpoint, prepare
+from step import make_step, schedule
 
 STEPS = 60
 TRAIN = np.frombuffer(TEXT[: len(TEXT) * 9 // 10], np.uint8)
@@ -50,7 +53,14 @@ def text(tmp_path_factory):
 def spy(monkeypatch, name, seen):
     """Calls seen(function, args) in place of every function that train.NAME makes."""
     make = getattr(train, name)
-    monkeypatch.setattr(train, name, lambda *args: partial(lambda made, *given: seen(made, given), make(*args)))
+
+    def watched(*args):
+        made = make(*args)
+        watch = partial(lambda made, *given: seen(made, given), made)
+        watch.memory_analysis = getattr(made, "memory_analysis", None)  # partial objects take attributes
+        return watch
+
+    monkeypatch.setattr(train, name, watched)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +86,7 @@ def base(tmp_path_factory, text):
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        spy(patch, "make_step", counted("step"))
+        spy(patch, "compile_step", counted("step"))
         spy(patch, "make_eval", counted("eval"))
         outcome = call(train.main, data=text, out=folder, **BASE)
     assert outcome.code is None, outcome
@@ -130,7 +140,7 @@ def test_an_evaluation_reads_every_target_once_in_rows_of_nearly_equal_length(ro
 
 
 def test_each_program_is_compiled_once_over_60_steps_with_evaluations_and_a_partial_tail(base):
-    assert base.step == [1] + [0] * (STEPS - 1)
+    assert base.step == [0] * STEPS  # compiled before the first
     assert base.eval == [1] + [0] * (len(base.eval) - 1) and len(base.eval) > 3 * 4
     targets = {entry["targets"] for entry in log(base.folder)[2]}
     assert len(base.eval_shapes) == 1 and any(n % (TINY["eval_batch"] * TINY["tgt_len"]) for n in targets)
@@ -148,7 +158,7 @@ def test_donated_state_is_gone_after_the_step(monkeypatch, tmp_path, text):
         alive.extend(not a.is_deleted() for a in jax.tree.leaves(args[0]))
         return out
 
-    spy(monkeypatch, "make_step", seen)
+    spy(monkeypatch, "compile_step", seen)
     interrupt(monkeypatch, 2, signal.SIGINT)
     call(train.main, data=text, out=tmp_path / "run", **BASE)
     assert len(alive) > 40 and not any(alive)
@@ -159,12 +169,12 @@ def small_step(rows, parts, dropout=0.2, mem_len=9, steps=3, fresh=False):
     cfg = txl.Config(256, 2, 2, 16, 6, 20, mem_len=mem_len, dropout=dropout, dropatt=dropout)
     run = train.Run(batch=rows, tgt_len=8, batch_chunk=parts, steps=STEPS, warmup=3, lr=1e-3)
     host = jax.tree.map(np.asarray, train.init_state(cfg, run, None, rows))
-    state, step, told = train.to_devices(host, 1), train.make_step(cfg, run, 1), []
+    state, step, told = train.to_devices(host, 1), make_step(cfg, run, 1), []
     for number in range(steps):
         batch = train.batch_at(TRAIN, rows, 8 * number, 8)
         state = state._replace(mems=train.to_devices(host, 1).mems) if fresh else state
         state, out = step(state, *train.spread(batch, 1), number)
-        told.append(float(out[0, 0]))
+        told.append(float(out[0]))
     return train.to_host(state), told
 
 
@@ -192,6 +202,20 @@ def test_mem_len_0_trains_evaluates_and_samples_and_equals_clearing_memory_befor
     assert shown.code is None and shown.out.startswith("alpha be")
 
 
+def test_a_loss_is_fetched_after_the_next_step_was_started(tmp_path, text, monkeypatch):
+    events, one = [], train.fetch
+
+    def seen(function, args):
+        events.append(f"start {args[3] + 1}")
+        return function(*args)
+
+    spy(monkeypatch, "compile_step", seen)
+    monkeypatch.setattr(train, "fetch", lambda tree: (events.append("fetch"), one(tree))[1])
+    interrupt(monkeypatch, 4, signal.SIGINT)
+    call(train.main, data=text, out=tmp_path / "run", **BASE)
+    assert events[:7] == ["start 1", "start 2", "fetch", "start 3", "fetch", "start 4", "fetch"]
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_losses_do_not_depend_on_the_number_of_devices_with_dropout_on(base, devices, tmp_path, text, monkeypatch):
     interrupt(monkeypatch, 11, signal.SIGINT)
@@ -217,9 +241,11 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_the_neare
     ],
 )
 def test_a_schedule_warms_up_and_then_has_its_shape(schedule, lr_min, want):
-    lr = train.schedule(train.Run(schedule=schedule, lr_min=lr_min, lr=2e-3, warmup=4, steps=20))
+    lr = steps_of.schedule(train.Run(schedule=schedule, lr_min=lr_min, lr=2e-3, warmup=4, steps=20))
     np.testing.assert_allclose([lr(s) for s in (0, 1, 3, 4, 10, 19, 20)], 2e-3 * np.array(want), rtol=1e-4, atol=1e-9)
-    assert float(train.schedule(train.Run(schedule=schedule, warmup=0, lr=1.0))(0)) == 1  # no warm-up: the peak at once
+    assert (
+        float(steps_of.schedule(train.Run(schedule=schedule, warmup=0, lr=1.0))(0)) == 1
+    )  # no warm-up: the peak at once
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
@@ -227,7 +253,7 @@ def test_adamw_decays_the_matrices_alone_and_adam_nothing(optimizer):
     cfg = txl.Config(n_token=11, n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, cutoffs=(5,), div_val=2)
     run = train.Run(optimizer=optimizer, weight_decay=0.5, lr=0.1, warmup=1, schedule="constant")
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), txl.param_shapes(cfg))
-    tx = train.optimizer(run)
+    tx = steps_of.optimizer(run)
     decay_alone = jax.jit(lambda params: tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)[0])
     updates = decay_alone(params)
     decayed = {name for name, leaf in train.named(updates).items() if np.asarray(leaf).any()}
@@ -265,7 +291,7 @@ def test_the_log_has_a_header_then_steps_then_evaluations_as_documented(base):
         assert entry["bpb"] == pytest.approx(entry["loss_nats"] / math.log(2))  # a byte is a token here
         assert entry["grad_norm"] > 0 and entry["mem_mib"] > 10
     assert steps[0]["tok_per_s"] is steps[0]["step_ms"] is None and all(entry["tok_per_s"] > 0 for entry in steps[1:])
-    lr = train.schedule(train.Run(steps=STEPS, warmup=TINY["warmup"]))
+    lr = schedule(train.Run(steps=STEPS, warmup=TINY["warmup"]))
     assert [entry["lr"] for entry in steps] == pytest.approx([float(lr(s)) for s in range(STEPS)], rel=1e-6)
     assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
     cut, valid, test = (
@@ -318,7 +344,7 @@ def test_memory_is_the_device_s_peak_or_the_process_s_and_never_0(stats, monkeyp
 def test_tokens_per_second_times_wall_are_the_tokens_without_the_first_step_and_evaluations(
     tmp_path, text, monkeypatch
 ):
-    clock, one, evaluate = [0.0], train.one, train.evaluate
+    clock, one, evaluate = [0.0], train.fetch, train.evaluate
 
     def slow(function, seconds):
         def wait(*args):
@@ -328,9 +354,9 @@ def test_tokens_per_second_times_wall_are_the_tokens_without_the_first_step_and_
         return wait
 
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(train, "one", slow(one, lambda tree: 0.01))  # a step is done when its loss can be fetched
+    monkeypatch.setattr(train, "fetch", slow(one, lambda tree: 0.01))  # a step is done when its loss can be fetched
     monkeypatch.setattr(train, "evaluate", slow(evaluate, lambda *args: 5))
-    spy(monkeypatch, "make_step", slow(lambda function, args: function(*args), lambda _, args: 100 * (args[3] == 0)))
+    spy(monkeypatch, "compile_step", slow(lambda function, args: function(*args), lambda _, args: 100 * (args[3] == 0)))
     call(train.main, data=text, out=tmp_path / "run", **BASE | {"log_every": 7})
     _, steps, _ = log(tmp_path / "run")
     assert [entry["step"] for entry in steps] == [1, *range(7, STEPS, 7), STEPS] and steps[0]["tok_per_s"] is None
@@ -353,7 +379,7 @@ def test_training_losses_are_the_same_bits_with_and_without_evaluations_in_betwe
 @pytest.fixture(scope="module")
 def one_txt(tmp_path_factory):
     """A prepared corpus whose valid split has 1,003 bytes."""
-    folder = folder_of(tmp_path_factory.mktemp("one"), valid=TEXT[2000:3003])
+    folder = folder_of(tmp_path_factory.mktemp("fetch"), valid=TEXT[2000:3003])
     prepare.prepare([folder], folder / "tokens")
     return folder / "tokens"
 
@@ -503,10 +529,17 @@ def test_best_is_taken_before_last_and_a_file_for_itself(tmp_path):
     assert checkpoint.find(tmp_path / "last.npz").name == "last.npz"
 
 
-def test_best_is_the_evaluation_with_the_lowest_loss_and_last_the_last(base):
-    found = {e["step"]: e["loss_nats"] for e in reversed(log(base.folder)[2]) if e["targets"] == TINY["eval_tokens"]}
-    best, last = (raw(base.folder / name)[0]["run"] for name in ("best.npz", "last.npz"))
-    assert best["step"] == min(found, key=found.get) and best["best"] == min(found.values()) and last["step"] == STEPS
+def test_best_stays_the_evaluation_with_the_lowest_loss_also_after_a_resume_and_last_is_the_last(tmp_path):
+    noise = np.random.default_rng(4).integers(0, 256, 300, np.uint8).tobytes()  # the better trained, the worse
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, 45, signal.SIGINT)
+        call(train.main, data=folder_of(tmp_path, valid=noise), out=tmp_path / "run", **BASE)
+    assert call(train.main, resume=tmp_path / "run", devices=1, json=True).code is None
+    entries = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    found = {e["step"]: e["loss_nats"] for e in entries if e.get("split") == "valid" and e["targets"] == 100}
+    assert found[20] < found[40] < found[60]
+    best, last = (raw(tmp_path / "run" / name)[0]["run"] for name in ("best.npz", "last.npz"))
+    assert (best["step"], last["step"]) == (20, 60) and best["best"] == last["best"] == found[20]
 
 
 # resume
@@ -738,13 +771,16 @@ def test_a_truncated_or_flipped_file_is_refused_by_name_or_gives_the_right_array
     assert refusals > 50 + 2 * len(arrays) + 100
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_temporary_file(tmp_path):
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_temporary_file(tmp_path, monkeypatch):
     saved(tmp_path / "c.npz")
     before = (tmp_path / "c.npz").read_bytes()
     with pytest.raises(TypeError):
         checkpoint.save(tmp_path / "c.npz", {"a": np.zeros(3)}, {"run": object()})
     with pytest.raises(OSError):
         checkpoint.save(tmp_path / "no" / "c.npz", {"a": np.zeros(3)}, {})
+    monkeypatch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # as on a full disk
+    with pytest.raises(OSError):
+        checkpoint.save(tmp_path / "c.npz", {"a": np.zeros(3)}, {})
     assert (tmp_path / "c.npz").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
@@ -788,7 +824,7 @@ def test_nan_stops_the_run_at_its_step_and_leaves_the_last_good_checkpoint(step,
         state, told = function(broken(args[0]) if count[0] == step == 5 else args[0], *args[1:])
         return (broken(state) if count[0] == 6 and step == 7 else state), told
 
-    spy(monkeypatch, "make_step", seen)
+    spy(monkeypatch, "compile_step", seen)
     every = 2 if step == 7 else 4
     outcome = call(train.main, data=text, out=tmp_path / "run", **BASE | {"eval_every": every})
     refused(outcome, "nan", f"at step {5 if step == 5 else 6}", tmp_path / "run", "last good checkpoint", "--lr")
