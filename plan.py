@@ -24,7 +24,9 @@ def candidates(cfg, run, rows):
     chunk = cfg.loss_chunk or 1024
     thrifty = dict(remat="full", attention="chunked", loss_chunk=chunk, layer_rows=1)
     steps = [dict(remat="none", attention="dense"), dict(remat="none", attention="chunked", loss_chunk=chunk)]
-    steps += [dict(remat="dots", attention="chunked", loss_chunk=chunk), dict(thrifty, layer_rows=cfg.layer_rows)]
+    steps += [dict(remat="dots", attention="chunked", loss_chunk=chunk)]
+    if jax.default_backend() != "cpu":  # there rows are one at a time anyway
+        steps += [dict(thrifty, layer_rows=cfg.layer_rows)]
     parts = [p for p in range(2, rows + 1) if rows % p == 0]
     parts = sorted({parts[0], parts[len(parts) // 2], parts[-1]}) if parts else []
     settings = [(replace(cfg, **step), run) for step in [*steps, thrifty]]
@@ -94,7 +96,8 @@ def choose(cfg, run, n_devices, budget):
     ValueError with the smallest need where none is.
     """
     lines = []
-    for c, r in candidates(cfg, run, run.batch // n_devices):
+    cheap = lambda setting: (setting[0].dtype != cfg.dtype, recompute(*setting))
+    for c, r in sorted(candidates(cfg, run, run.batch // n_devices), key=cheap):
         lines.append(measure(c, r, n_devices))
         need = need_mib(lines[-1])
         if need is None:
@@ -125,18 +128,23 @@ def table(entries, asked=0):
     return "\n".join([*lines, "* what the flags ask for"])
 
 
-def budget_bytes(text):
-    """Bytes of 6GiB, 500MiB, 6GB or 80%: a share of the device's memory, on a CPU of the machine's."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]i?B)", text)
-    if not match or not float(match[1]):
+def budget(text):
+    """(amount, unit) of 6GiB, 500MiB, 6GB or 80%. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(%|[KMG]i?B)", text)
+    if not match or not float(match[1]) or (match[2] == "%" and float(match[1]) > 100):
         raise ValueError(f"memory_budget={text!r} is no amount: give one such as 6GiB, 500MiB or 80%")
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-    if match[2] in units:
-        return float(match[1]) * units[match[2]]
+    return float(match[1]), match[2]
+
+
+def budget_bytes(text):
+    """Bytes of a memory budget; percent are of the device's memory, on a CPU of the machine's."""
+    amount, unit = budget(text)
+    if unit != "%":
+        return amount * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if limit is None or not float(match[1]) <= 100:
-        raise ValueError(f"memory_budget={text!r}: the device tells no size, or more than all of it: give GiB instead")
-    return float(match[1]) / 100 * limit
+    if limit is None:
+        raise ValueError(f"memory_budget={text!r}: the device does not tell its size: give an amount such as 6GiB")
+    return amount / 100 * limit

@@ -7,6 +7,7 @@ State lives on the devices with a leading axis, one entry a device, and every st
 import contextlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -20,14 +21,18 @@ import numpy as np
 from jax import lax
 
 import plan
+import profiling
 import txl
 from data import checkpoint, flags, prepare, tokenizer
 from step import State, compile_step, init_state, make_eval, put, spread, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
 FREE += ("dtype", "layer_rows")  # what a resumed run may change: all else decides the parameters' shapes or meaning
-CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json")  # what a resumed run does not inherit
-LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min"), 0)  # everything else starts at 1
+CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json", "plan", "memory_budget")
+CALL += ("mem_fraction", "preallocate", "profile")  # what a resumed run does not inherit
+LEAST = dict.fromkeys(
+    ("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0
+)  # everything else starts at 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,11 @@ class Run:
     run: str = ""  # with --eval_only: run folder or checkpoint; none: the newest run
     split: str = "valid"  # with --eval_only: train, valid or test
     json: bool = False  # print the log's JSON lines instead of text
+    plan: bool = False  # print what this and thriftier settings need in memory, and stop
+    memory_budget: str = ""  # take the first setting, from cheap to thrifty, that needs no more: 6GiB, 500MiB, 80%
+    mem_fraction: float = 0.0  # share of a GPU's memory that jax may take; 0: its own default
+    preallocate: bool = True  # take that share at once; --no-preallocate: as needed
+    profile: str = ""  # folder to leave a trace of a few steps and a memory profile in
 
     def __post_init__(self):
         for f in fields(self):
@@ -73,9 +83,11 @@ class Run:
             if getattr(self, name) not in names:
                 names = ", ".join(filter(None, names))
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {names}")
-        for name in ("beta2", "lr_min"):
+        if self.memory_budget:
+            plan.budget(self.memory_budget)
+        for name in ("beta2", "lr_min", "mem_fraction"):
             if getattr(self, name) > 1 or (name == "beta2" and self.beta2 == 1):
-                raise ValueError(f"{name}={getattr(self, name)} is out of range: give less than 1")
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give at most 1")
         if self.seed >= 2**31:
             raise ValueError(f"seed={self.seed} is out of range: give less than 2**31")
         if self.resume and self.init:
@@ -430,12 +442,25 @@ def train(cfg, run, corpus, source, n_devices, folder):
         write_log(log, entry, run)
         return entry["loss_nats"]
 
+    def look(state, *batch):
+        copy = [jax.tree.map(jnp.copy, state)]  # the run goes on from its own state as if nothing had happened
+
+        def steps():
+            for _ in range(3):
+                copy[0], told = compiled(copy[0], *spread(batch, n_devices), np.int32(0))
+            jax.block_until_ready(told)
+
+        say(profiling.table(profiling.record(run.profile, compiled.as_text(), steps), 3))
+        clock[0] = None
+
     with open(folder / "log.jsonl", "a") as log, signals() as stop:
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
         for number in range(first + 1, run.steps + 1):
             ids, targets = batch_at(corpus.train, run.batch, cursor, run.tgt_len)
             state, told = compiled(state, *spread([ids, targets], n_devices), np.int32(number - 1))
             cursor += run.tgt_len
+            if run.profile and number == min(first + 4, run.steps):
+                look(state, ids, targets)
             if waiting:
                 report(*waiting)  # a step late, so that the device has work meanwhile
             waiting = (number, told)
@@ -459,16 +484,54 @@ def train(cfg, run, corpus, source, n_devices, folder):
         print(f"sample:\n{text}\ncheckpoints and log in {folder}")
 
 
+def allocator(given):
+    """Sets what jax reads when it first touches a device: before that, or it changes nothing."""
+    if given.get("mem_fraction"):
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # jaxlib refuses both names at once
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given["mem_fraction"])
+    if not given.get("preallocate", True):
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def out_of_memory(cfg, run, n_devices, error):
+    """What to say when memory ran out: what was asked for, the largest arrays, what would need less."""
+    arrays = sorted(jax.live_arrays(), key=lambda a: -a.nbytes)[:5]
+    held = ", ".join(f"{a.dtype}{list(a.shape)} {a.nbytes / 2**20:,.0f} MiB" for a in arrays)
+    say(f"{str(error).splitlines()[0]}\nlargest arrays: {held or 'none'}")
+    print_plan(cfg, replace(run, json=False), n_devices)
+    less = "--memory_budget, --remat full, --attention chunked, a larger --batch_chunk, --dtype bfloat16"
+    return f"out of memory: try a setting of the plan above that needs less ({less}), or more --devices"
+
+
+def print_plan(cfg, run, n_devices):
+    """The plan: as JSON lines, or as a table when all is known."""
+    lines = []
+    for c, r in plan.candidates(cfg, run, run.batch // n_devices):
+        lines.append(plan.measure(c, r, n_devices))
+        if run.json:
+            print(json.dumps(lines[-1] | {"asked": len(lines) == 1}), flush=True)
+    if not run.json:
+        print(plan.table(lines))
+
+
 def main(argv=None):
     given = flags.parse(argv, "train.py", __doc__.splitlines()[0], {"model": txl.Config, "run": Run})
+    allocator(given)
     try:
         cfg, run, corpus, source = settle(given)
         n_devices = count_devices(run)
         if run.eval_only:
             return eval_only(cfg, run, corpus, source, n_devices)
+        if run.plan:
+            return print_plan(cfg, run, n_devices)
         need_tokens(run, corpus)
         if run.resume and source.run["step"] >= run.steps:
             raise ValueError(f"{run.resume} is at step {source.run['step']} of {run.steps}: give more --steps")
+        if run.profile:
+            profiling.prepare(run.profile)
+        if run.memory_budget:
+            cfg, run, line = plan.choose(cfg, run, n_devices, plan.budget_bytes(run.memory_budget))
+            say(f"memory_budget {run.memory_budget}:\n{plan.table([line])}")
         folder = Path(run.resume or checkpoint.new_folder(run.out, corpus.name, given.get("resume") == "auto"))
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")
@@ -476,7 +539,12 @@ def main(argv=None):
     n = sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
     say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {n:,} parameters; {folder}")
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
-    train(cfg, run, corpus, source, n_devices, folder)
+    try:
+        train(cfg, run, corpus, source, n_devices, folder)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        sys.exit(f"train.py: {out_of_memory(cfg, run, n_devices, e)}")
 
 
 if __name__ == "__main__":

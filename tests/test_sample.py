@@ -227,7 +227,8 @@ def test_a_prompt_of_spaces_has_no_word(tmp_path):
 def test_a_prompt_from_a_file_is_its_bytes_as_they_are(byte, tmp_path):
     text = "two  \t\r\nlines é \U0001f600\n"
     (tmp_path / "p.txt").write_bytes(text.encode())
-    assert ids_of(byte, prompt_file=tmp_path / "p.txt", n_tokens=20) == ids_of(byte, prompt=text, n_tokens=20)
+    (entry,) = call(sample.main, run=byte, prompt_file=tmp_path / "p.txt", n_tokens=20, json=True).entries()
+    assert entry["prompt"] == text and [entry["ids"]] == ids_of(byte, prompt=text, n_tokens=20)
     refused(call(sample.main, run=byte, prompt_file=tmp_path / "none.txt"), "none.txt", "No such file")
     refused(call(sample.main, run=byte, prompt_file=tmp_path), "prompt_file", "Is a directory")
     (tmp_path / "p.txt").write_bytes(b"")

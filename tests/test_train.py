@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import warnings
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,11 +19,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refused, write_raw
 
 import sample
-import step as steps_of
 import train
 import txl
 from data import checkpoint, prepare
-from step import make_step, schedule
+from step import make_step
+from step import optimizer as make_optimizer
+from step import schedule as lr_schedule
 
 STEPS = 60
 TRAIN = np.frombuffer(TEXT[: len(TEXT) * 9 // 10], np.uint8)
@@ -203,14 +205,14 @@ def test_mem_len_0_trains_evaluates_and_samples_and_equals_clearing_memory_befor
 
 
 def test_a_loss_is_fetched_after_the_next_step_was_started(tmp_path, text, monkeypatch):
-    events, one = [], train.fetch
+    events, fetch = [], train.fetch
 
     def seen(function, args):
         events.append(f"start {args[3] + 1}")
         return function(*args)
 
     spy(monkeypatch, "compile_step", seen)
-    monkeypatch.setattr(train, "fetch", lambda tree: (events.append("fetch"), one(tree))[1])
+    monkeypatch.setattr(train, "fetch", lambda tree: (events.append("fetch"), fetch(tree))[1])
     interrupt(monkeypatch, 4, signal.SIGINT)
     call(train.main, data=text, out=tmp_path / "run", **BASE)
     assert events[:7] == ["start 1", "start 2", "fetch", "start 3", "fetch", "start 4", "fetch"]
@@ -241,11 +243,10 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_the_neare
     ],
 )
 def test_a_schedule_warms_up_and_then_has_its_shape(schedule, lr_min, want):
-    lr = steps_of.schedule(train.Run(schedule=schedule, lr_min=lr_min, lr=2e-3, warmup=4, steps=20))
+    lr = lr_schedule(train.Run(schedule=schedule, lr_min=lr_min, lr=2e-3, warmup=4, steps=20))
     np.testing.assert_allclose([lr(s) for s in (0, 1, 3, 4, 10, 19, 20)], 2e-3 * np.array(want), rtol=1e-4, atol=1e-9)
-    assert (
-        float(steps_of.schedule(train.Run(schedule=schedule, warmup=0, lr=1.0))(0)) == 1
-    )  # no warm-up: the peak at once
+    at_once = lr_schedule(train.Run(schedule=schedule, warmup=0, lr=1.0))
+    assert float(at_once(0)) == 1  # no warm-up: the peak
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
@@ -253,7 +254,7 @@ def test_adamw_decays_the_matrices_alone_and_adam_nothing(optimizer):
     cfg = txl.Config(n_token=11, n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, cutoffs=(5,), div_val=2)
     run = train.Run(optimizer=optimizer, weight_decay=0.5, lr=0.1, warmup=1, schedule="constant")
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), txl.param_shapes(cfg))
-    tx = steps_of.optimizer(run)
+    tx = make_optimizer(run)
     decay_alone = jax.jit(lambda params: tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)[0])
     updates = decay_alone(params)
     decayed = {name for name, leaf in train.named(updates).items() if np.asarray(leaf).any()}
@@ -291,7 +292,7 @@ def test_the_log_has_a_header_then_steps_then_evaluations_as_documented(base):
         assert entry["bpb"] == pytest.approx(entry["loss_nats"] / math.log(2))  # a byte is a token here
         assert entry["grad_norm"] > 0 and entry["mem_mib"] > 10
     assert steps[0]["tok_per_s"] is steps[0]["step_ms"] is None and all(entry["tok_per_s"] > 0 for entry in steps[1:])
-    lr = schedule(train.Run(steps=STEPS, warmup=TINY["warmup"]))
+    lr = lr_schedule(train.Run(steps=STEPS, warmup=TINY["warmup"]))
     assert [entry["lr"] for entry in steps] == pytest.approx([float(lr(s)) for s in range(STEPS)], rel=1e-6)
     assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
     cut, valid, test = (
@@ -344,7 +345,7 @@ def test_memory_is_the_device_s_peak_or_the_process_s_and_never_0(stats, monkeyp
 def test_tokens_per_second_times_wall_are_the_tokens_without_the_first_step_and_evaluations(
     tmp_path, text, monkeypatch
 ):
-    clock, one, evaluate = [0.0], train.fetch, train.evaluate
+    clock, fetch, evaluate = [0.0], train.fetch, train.evaluate
 
     def slow(function, seconds):
         def wait(*args):
@@ -354,7 +355,7 @@ def test_tokens_per_second_times_wall_are_the_tokens_without_the_first_step_and_
         return wait
 
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(train, "fetch", slow(one, lambda tree: 0.01))  # a step is done when its loss can be fetched
+    monkeypatch.setattr(train, "fetch", slow(fetch, lambda told: 0.01))  # a step is done when its loss can be fetched
     monkeypatch.setattr(train, "evaluate", slow(evaluate, lambda *args: 5))
     spy(monkeypatch, "compile_step", slow(lambda function, args: function(*args), lambda _, args: 100 * (args[3] == 0)))
     call(train.main, data=text, out=tmp_path / "run", **BASE | {"log_every": 7})
@@ -379,7 +380,7 @@ def test_training_losses_are_the_same_bits_with_and_without_evaluations_in_betwe
 @pytest.fixture(scope="module")
 def one_txt(tmp_path_factory):
     """A prepared corpus whose valid split has 1,003 bytes."""
-    folder = folder_of(tmp_path_factory.mktemp("fetch"), valid=TEXT[2000:3003])
+    folder = folder_of(tmp_path_factory.mktemp("one"), valid=TEXT[2000:3003])
     prepare.prepare([folder], folder / "tokens")
     return folder / "tokens"
 
@@ -415,7 +416,8 @@ def test_a_score_is_the_same_alone_and_after_anything(base, one_txt):
 
 def test_evaluation_pads_rows_over_devices_and_changes_nothing(base, one_txt):
     alone = evaluated(base, one_txt)
-    spread = call(train.main, "--eval_only", run=base.folder, data=one_txt, json=True, devices=4).entries()[0]
+    flags = dict(run=base.folder, data=one_txt, json=True, devices=4, batch=5)  # a batch of training need not divide
+    spread = call(train.main, "--eval_only", **flags).entries()[0]
     assert spread["targets"] == 1002 and spread["loss_nats"] == pytest.approx(alone["loss_nats"], abs=1e-6)
 
 
@@ -625,6 +627,18 @@ def test_tgt_len_mem_len_and_batch_may_change_on_resume_and_the_log_says_that_me
     assert arrays["mems/h"].shape == (2, 6, 5, 16) and meta["run"]["step"] == STEPS + 2
     assert meta["run"]["cursor"] == STEPS * 8 + 2 * 7
     assert losses(folder)[0] < losses(base.folder)[0] - 1  # trained weights
+
+
+@pytest.mark.parametrize("change", [{"batch": 6}, {"mem_len": 5}, {"dtype": "bfloat16"}, {"tgt_len": 7}])
+def test_memory_starts_empty_where_its_shape_or_type_changes_and_is_kept_where_not(change, base):
+    source = train.load(base.folder / "last.npz")
+    cfg = replace(source.cfg, **{k: v for k, v in change.items() if k in ("mem_len", "dtype")})
+    run = train.Run(**{k: v for k, v in TINY.items() if k in ("batch", "tgt_len")} | {"steps": STEPS})
+    run = replace(run, **{k: v for k, v in change.items() if k in ("batch", "tgt_len")})
+    host, cursor = train.restore(source, cfg, run)
+    assert host.mems.h.shape == (2, run.batch, cfg.mem_len, 16) and host.mems.h.dtype == cfg.dtype and cursor == 480
+    assert (host.mems.fill == (9 if "tgt_len" in change else 0)).all() and host.mems.fill.shape == (run.batch,)
+    assert host.mems.h.any() == ("tgt_len" in change)
 
 
 def test_a_float32_run_goes_on_in_bfloat16_from_its_masters_and_back(base, tmp_path, monkeypatch):
