@@ -79,7 +79,7 @@ def entry(cfg, run, n_devices, compiled, compiled_eval=None):
         whole = total(compiled_eval)
         kinds["evaluation"] = None if whole is None else whole + kinds["optimizer"] + kinds["memories"]
     setting = {name: getattr(cfg, name) for name in KNOBS} | {"batch_chunk": run.batch_chunk}
-    sizes = {f"{name}_mib": None if n is None else round(n / MIB, 1) for name, n in kinds.items()}
+    sizes = {f"{name}_mib": None if n is None else round(n / MIB, 2) for name, n in kinds.items()}
     return {"setting": setting, **sizes, "recompute": round(recompute(cfg, run), 2)}
 
 

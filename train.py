@@ -235,7 +235,7 @@ def header(cfg, run, corpus, n_devices):
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
     versions = {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
-    flags = {"config": asdict(cfg), "run": asdict(run)}
+    flags = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": memory_mib()[1]}
     return {"versions": versions, **where, **flags, "corpus": text, "n_params": n_params}
 
 
@@ -479,6 +479,9 @@ def train(cfg, run, corpus, source, n_devices, folder):
                 clock[0] += time.perf_counter() - paused
         for split in ("valid", "test"):
             judge(run.steps, split, getattr(corpus, split))
+        (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
+        show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
+        say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
     if not run.json:
         text = short_sample(jax.tree.map(np.asarray, state.params), corpus.vocab, cfg)
         print(f"sample:\n{text}\ncheckpoints and log in {folder}")

@@ -1,0 +1,162 @@
+"""The plan, the memory budget, allocator flags, running out of memory, and what XLA itself says of the step."""
+
+import dataclasses
+import json
+import math
+import os
+
+import jax
+import numpy as np
+import pytest
+from runs import TEXT, TINY, call
+
+import plan
+import step
+import train
+import txl
+
+SMALL = txl.Config(n_token=97, n_layer=2, n_head=2, d_model=64, d_head=24, d_inner=80, mem_len=32, dropout=0.1)
+RUN = train.Run(batch=4, tgt_len=48, steps=10)
+FULL = dict(remat="full", attention="chunked", attn_block=16, loss_chunk=32, layer_rows=1)
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    return tmp_path / "text.txt"
+
+
+def compiled(cfg, run=RUN):
+    return step.compile_step(cfg, run, 1)
+
+
+def temporaries(**changes):
+    return compiled(dataclasses.replace(SMALL, **changes)).memory_analysis().temp_size_in_bytes
+
+
+def test_the_plan_prints_at_most_12_settings_as_json_and_makes_no_state(text, monkeypatch):
+    monkeypatch.setattr(
+        plan, "candidates", lambda cfg, run, rows: [(cfg, run), (dataclasses.replace(cfg, **FULL), run)]
+    )
+    before = len(jax.live_arrays())
+    outcome = call(train.main, "--plan", "--json", data=text, **TINY | {"remat": "dots"})
+    assert outcome.code is None and len(jax.live_arrays()) == before
+    lines = outcome.entries()
+    assert [line["asked"] for line in lines] == [True, False]
+    assert lines[0]["setting"]["remat"] == "dots" and lines[1]["setting"]["remat"] == "full"
+    for line in lines:
+        assert {"remat", "attention", "batch_chunk", "dtype"} <= line["setting"].keys()
+        parts = ("parameters", "gradients", "optimizer", "memories", "workspace")
+        assert sum(line[f"{part}_mib"] for part in parts) == pytest.approx(line["total_mib"], abs=0.3)
+        assert line["evaluation_mib"] > line["parameters_mib"] + line["optimizer_mib"] and line["recompute"] >= 1
+    assert not (text.parent / "runs").exists()
+
+
+def test_candidates_start_with_the_flags_go_on_to_thrifty_ones_and_are_at_most_12():
+    for rows in (1, 4, 7, 22):
+        found = plan.candidates(SMALL, RUN, rows)
+        assert found[0] == (SMALL, RUN) and len(found) == len(set(found)) <= 12
+        assert all(rows % run.batch_chunk == 0 for _, run in found)
+        assert any(cfg.dtype == "bfloat16" for cfg, _ in found)
+    assert any(run.batch_chunk == 22 for _, run in found)
+
+
+def test_recomputed_arithmetic_grows_from_none_over_dots_to_full():
+    of = lambda **changes: plan.recompute(dataclasses.replace(SMALL, **changes), RUN)
+    assert of(remat="none", attention="dense") == 1 < of(remat="dots", attention="dense")
+    assert of(remat="dots", attention="dense") < of(remat="full", attention="dense") < 4 / 3 + 1e-9
+    assert of(remat="full", attention="dense") < of(remat="full", attention="chunked", attn_block=16) < 5 / 3
+
+
+def test_the_table_marks_what_the_flags_ask_for_and_says_unknown_where_nothing_is_known():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    line = plan.entry(SMALL, RUN, 1, Silent(), Silent())
+    assert line["total_mib"] is line["workspace_mib"] is line["evaluation_mib"] is None and line["parameters_mib"] > 0
+    shown = plan.table([line, line], asked=1).splitlines()
+    assert shown[1].startswith("  remat") and shown[2].startswith("* remat") and shown[1].count("unknown") == 3
+
+
+def test_a_budget_takes_the_first_setting_that_fits_or_names_the_least_need(text, tmp_path, monkeypatch):
+    thrifty = lambda cfg, run, rows: [(cfg, run), (dataclasses.replace(cfg, **FULL), run)]
+    monkeypatch.setattr(plan, "candidates", thrifty)
+    needs = {"none": 9, "full": 5}
+    line = lambda cfg, run, n: (
+        plan.entry(cfg, run, n, compiled(SMALL))
+        | {
+            "total_mib": needs[cfg.remat],
+            "evaluation_mib": 1,
+        }
+    )
+    monkeypatch.setattr(plan, "measure", line)
+    flags = TINY | {"steps": 1, "log_every": 1}
+    outcome = call(train.main, data=text, out=tmp_path / "run", memory_budget="6MiB", **flags)
+    assert outcome.code is None and "remat=full" in outcome.err
+    head = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert head["config"]["remat"] == "full" and head["plan"]["setting"]["remat"] == "full"
+    assert head["plan"]["total_mib"] > 0 and "the step's plan" in outcome.err
+    outcome = call(train.main, data=text, out=tmp_path / "none", memory_budget="4MiB", **flags)
+    assert "5 MiB is the least" in outcome.code and "--remat full" in outcome.code and "\n" not in outcome.code
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_budget_is_an_amount_or_a_share_of_the_device():
+    assert plan.budget_bytes("6GiB") == 6 * 2**30 and plan.budget_bytes("1.5MB") == 1.5e6
+    assert plan.budget_bytes("50%") == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2)
+    for bad in ("6", "GiB", "-1GiB", "0%", "101%", "nan%", "6GiB 2"):
+        with pytest.raises(ValueError, match="memory_budget"):
+            plan.budget_bytes(bad)
+
+
+def test_allocator_flags_set_what_jax_reads_and_remove_the_older_name(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "before")
+    train.allocator({})
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.3" and os.environ["XLA_CLIENT_MEM_FRACTION"] == "before"
+    train.allocator({"mem_fraction": 0.5, "preallocate": False})
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_running_out_of_memory_ends_with_the_plan_the_largest_arrays_and_the_flags_to_turn(text, tmp_path, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
+
+    monkeypatch.setattr(train, "compile_step", full)
+    monkeypatch.setattr(plan, "candidates", lambda cfg, run, rows: [(cfg, run)])
+    outcome = call(train.main, data=text, out=tmp_path / "run", **TINY)
+    assert outcome.code.startswith("train.py: out of memory") and "\n" not in outcome.code
+    for word in ("--remat full", "--batch_chunk", "--attention chunked", "--dtype bfloat16", "--devices"):
+        assert word in outcome.code
+    assert "allocate 9 bytes" in outcome.err and "largest arrays" in outcome.err and "MiB on each device" in outcome.out
+
+
+def test_full_remat_keeps_about_one_layer_input_per_layer_and_none_keeps_many():
+    run = dataclasses.replace(RUN, optimizer="adam")
+    layer_input = 4 * RUN.batch * RUN.tgt_len * SMALL.d_model
+    weights = 4 * sum(math.prod(a.shape[1:]) for a in txl.param_shapes(SMALL)["layers"].values())
+    grow = lambda **changes: (temporaries(n_layer=12, **changes) - temporaries(n_layer=2, **changes)) / 10
+    assert run.optimizer == "adam" and grow(**FULL) < 1.6 * layer_input + 2 * weights
+    assert grow(remat="none", attention="dense") > 8 * layer_input
+
+
+def test_temporaries_of_the_thrifty_step_grow_linearly_with_segment_and_memory():
+    def work(T, M):
+        cfg = dataclasses.replace(SMALL, mem_len=M, **FULL)
+        run = dataclasses.replace(RUN, tgt_len=T)
+        return compiled(cfg, run).memory_analysis().temp_size_in_bytes
+
+    sizes = [work(n, n) for n in (128, 256, 512)]
+    assert sizes[2] - sizes[1] < 2.2 * (sizes[1] - sizes[0])
+
+
+def test_donation_covers_the_whole_state_and_evaluation_has_one_copy_of_the_parameters():
+    state = step.shapes(SMALL, RUN, 1)[0]
+    assert compiled(SMALL).memory_analysis().alias_size_in_bytes >= plan.nbytes(state)
+    evaluation = step.make_eval(SMALL).lower(*step.eval_shapes(SMALL, RUN, 1)).compile()
+    params = plan.nbytes(state.params)
+    assert params < plan.total(evaluation) < 2 * params + 2**22
+    assert np.isfinite(params)
