@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax import lax
 
 import txl
@@ -34,13 +35,29 @@ def schedule(run):
 
 
 def optimizer(run):
-    """Clipping by global norm, Adam, decay of the matrices, the learning rate."""
-    matrices = lambda params: jax.tree.map_with_path(
-        lambda path, p: not re.search("bias|scale|b_", path[-1].key), params
-    )
-    decay = optax.add_decayed_weights(run.weight_decay, matrices) if run.optimizer == "adamw" else optax.identity()
-    adam = optax.scale_by_adam(0.9, run.beta2)
-    return optax.chain(optax.clip_by_global_norm(run.clip), adam, decay, optax.scale_by_learning_rate(schedule(run)))
+    """Clipping by global norm, then adam, adamw (decay of the matrices alone) or muon (Adam for all but matrices)."""
+    lr, clip = schedule(run), optax.clip_by_global_norm(run.clip)
+    if run.optimizer == "muon":
+        # consistent_rms: updates of a matrix are as large as Adam's, so that one learning rate serves both
+        decay = dict(weight_decay=run.weight_decay, consistent_rms=0.2, adam_b2=run.beta2)
+        return optax.chain(clip, optax.contrib.muon(lr, **decay, muon_weight_dimension_numbers=matrices))
+    decay = optax.identity()
+    if run.optimizer == "adamw":
+        decay = optax.add_decayed_weights(run.weight_decay, is_weight)
+    return optax.chain(clip, optax.scale_by_adam(0.9, run.beta2), decay, optax.scale_by_learning_rate(lr))
+
+
+def is_weight(params):
+    """Which parameters are products' weights or embeddings, and not biases or scales."""
+    return jax.tree.map_with_path(lambda path, _: not re.search("bias|scale|b_", path[-1].key), params)
+
+
+def matrices(params):
+    """For Muon: which axes of a layer's weights [L, ...] are a matrix's inputs and outputs; None: not for Muon."""
+    axes = {"w_q": (1, (2, 3)), "w_k": (1, (2, 3)), "w_v": (1, (2, 3)), "w_r": (1, (2, 3)), "w_o": ((1, 2), 3)}
+    axes |= {"w_1": (1, 2), "w_2": (1, 2)}
+    numbers = lambda path, _: optax.contrib.MuonDimensionNumbers(*axes[path[-1].key]) if path[-1].key in axes else None
+    return jax.tree.map_with_path(numbers, params)
 
 
 class State(NamedTuple):

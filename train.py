@@ -44,7 +44,7 @@ class Run:
     batch: int = 16  # rows of the whole step, over all devices
     tgt_len: int = 128  # tokens of a row in one step
     batch_chunk: int = 1  # parts that a device's rows are computed in, one after the other
-    optimizer: str = "adamw"  # adam or adamw
+    optimizer: str = "adamw"  # adam, adamw or muon
     lr: float = 2e-3  # peak learning rate
     lr_min: float = 0.0  # cosine: where the learning rate ends, as a share of the peak
     warmup: int = 100  # steps from 0 to the peak
@@ -78,7 +78,7 @@ class Run:
                 if not math.isfinite(value) or (value < least if least is not None else value <= 0):
                     want = f"{least} or more" if least is not None else "more than 0"
                     raise ValueError(f"{f.name}={value} is out of range: give {want}")
-        known = {"optimizer": ("adam", "adamw"), "schedule": ("cosine", "inv_sqrt", "constant")}
+        known = {"optimizer": ("adam", "adamw", "muon"), "schedule": ("cosine", "inv_sqrt", "constant")}
         for name, names in {**known, "split": prepare.SPLITS, "tokenizer": ("", *tokenizer.KINDS)}.items():
             if getattr(self, name) not in names:
                 names = ", ".join(filter(None, names))
@@ -479,6 +479,8 @@ def train(cfg, run, corpus, source, n_devices, folder):
                 clock[0] += time.perf_counter() - paused
         for split in ("valid", "test"):
             judge(run.steps, split, getattr(corpus, split))
+            if stop.number:  # all is saved by now
+                sys.exit(128 + stop.number)
         (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
         show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
         say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")

@@ -79,8 +79,8 @@ class Config:
         edges = (0, *self.cutoffs, self.n_token)
         if not all(type(c) is int for c in self.cutoffs) or any(a >= b for a, b in zip(edges, edges[1:])):
             raise ValueError(f"cutoffs={self.cutoffs}: give ids of 1 to n_token - 1 = {self.n_token - 1}, ascending")
-        if self.tie_projs and len(self.tie_projs) != len(edges) - 1:
-            raise ValueError(f"tie_projs={self.tie_projs}: give one value for each of {len(edges) - 1} clusters")
+        if self.tie_projs and (len(self.tie_projs) != len(edges) - 1 or any(t not in (0, 1) for t in self.tie_projs)):
+            raise ValueError(f"tie_projs={self.tie_projs}: give 0 or 1 for each of {len(edges) - 1} clusters")
         if width(self, len(self.cutoffs)) < 1:
             raise ValueError(f"div_val={self.div_val} leaves the last cluster no width: give a smaller one")
 

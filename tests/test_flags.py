@@ -42,7 +42,8 @@ MORE = {  # bounds of their own
     "top_p": ("0", "1.5"),
 }
 METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,..."}
-INSTEAD = {"out": ("text.txt", "text.txt/sub"), "prompt": ()}  # a folder is made where a path leads; any text will do
+FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
+INSTEAD = {"out": FILES, "profile": FILES, "prompt": ()}  # of kind str, but folders to make; any text will do
 BESIDE = {"run": ["--eval_only"]}  # without which the flag means nothing
 
 

@@ -731,7 +731,7 @@ IMPOSSIBLE = [
     ("attention", "flash"), ("attention", None),
     ("cutoffs", (9, 5)), ("cutoffs", (5, 5)), ("cutoffs", (0, 5)), ("cutoffs", (23,)), ("cutoffs", (5, 24)),
     ("cutoffs", (5.0,)), ("cutoffs", (True,)), ("cutoffs", "5"), ("cutoffs", 5), ("cutoffs", (-3,)),
-    ("tie_projs", (True, True)), ("tie_projs", True),
+    ("tie_projs", (True, True)), ("tie_projs", True), ("tie_projs", (2,)), ("tie_projs", ("1",)), ("tie_projs", ([],)),
 ]  # fmt: skip
 
 

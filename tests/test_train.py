@@ -52,12 +52,15 @@ def text(tmp_path_factory):
     return file
 
 
-def spy(monkeypatch, name, seen):
-    """Calls seen(function, args) in place of every function that train.NAME makes."""
+def spy(monkeypatch, name, seen, programs=None):
+    """Calls seen(function, args) in place of every function that train.NAME makes; programs: how many each compiled."""
     make = getattr(train, name)
 
     def watched(*args):
+        before = len(COMPILED)
         made = make(*args)
+        if programs is not None:
+            programs.append(len(COMPILED) - before)
         watch = partial(lambda made, *given: seen(made, given), made)
         watch.memory_analysis = getattr(made, "memory_analysis", None)  # partial objects take attributes
         return watch
@@ -68,10 +71,8 @@ def spy(monkeypatch, name, seen):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, text):
     """A run of 60 steps with three evaluations, the last batch of each a partial one; what it did is in its fields."""
-    folder, seen = (
-        tmp_path_factory.mktemp("base") / "run",
-        {"step": [], "eval": [], "batches": [], "eval_shapes": set()},
-    )
+    folder = tmp_path_factory.mktemp("base") / "run"
+    seen = {"programs": [], "step": [], "eval": [], "batches": [], "eval_shapes": set()}
 
     def counted(name):
         def watch(function, args):
@@ -88,7 +89,7 @@ def base(tmp_path_factory, text):
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        spy(patch, "compile_step", counted("step"))
+        spy(patch, "compile_step", counted("step"), seen["programs"])
         spy(patch, "make_eval", counted("eval"))
         outcome = call(train.main, data=text, out=folder, **BASE)
     assert outcome.code is None, outcome
@@ -142,7 +143,7 @@ def test_an_evaluation_reads_every_target_once_in_rows_of_nearly_equal_length(ro
 
 
 def test_each_program_is_compiled_once_over_60_steps_with_evaluations_and_a_partial_tail(base):
-    assert base.step == [0] * STEPS  # compiled before the first
+    assert base.programs == [1] and base.step == [0] * STEPS  # compiled before the first
     assert base.eval == [1] + [0] * (len(base.eval) - 1) and len(base.eval) > 3 * 4
     targets = {entry["targets"] for entry in log(base.folder)[2]}
     assert len(base.eval_shapes) == 1 and any(n % (TINY["eval_batch"] * TINY["tgt_len"]) for n in targets)
