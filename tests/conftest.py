@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # tolerances are those of full fl
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import txl  # noqa: E402
 
@@ -25,6 +26,20 @@ def x64():
     """float64 in this test alone."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_compiles(tmp_path_factory):
+    """Runs of one module that need the same program share it."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    old = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0)):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, old):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def make_params(cfg, seed=0, scale=0.3):

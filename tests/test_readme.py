@@ -1,0 +1,81 @@
+"""The README's commands work: each is run in its order, made small by flags put after its own."""
+
+import re
+import shlex
+import string
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+from runs import TEXT, call
+
+import sample
+import train
+from data import prepare
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = [block.replace("\\\n", " ").splitlines() for block in re.findall(r"^```.*?\n(.*?)^```$", README, re.M | re.S)]
+LINES = [line for block in BLOCKS for line in block]
+COMMANDS = [part for line in LINES if re.match("python |pip ", line) for part in line.split(" && ")]
+MAINS = {"python train.py": train.main, "python sample.py": sample.main, "python -m data.prepare": prepare.main}
+SIZES = dict(n_layer=1, n_head=2, d_model=8, d_head=3, d_inner=12, mem_len=5, tgt_len=16, batch=2, devices=1)
+
+
+def small(words):
+    """Flags that make a command quick and leave what it does."""
+    if words[1] == "sample.py":
+        return dict(n_tokens=5)
+    if words[1] != "train.py":
+        return {}
+    quick = dict(eval_batch=256, schedule="constant")  # the built-in corpus is evaluated whole; runs share a program
+    quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
+    quick |= dict(batch=1) if "--plan" in words else {}  # nothing to split, fewer settings to compile
+    return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
+
+
+def test_the_two_set_up_commands_stand_there_word_for_word_and_the_gate_runs_the_second():
+    assert "pip install -r requirements.txt && python train.py" in LINES
+    assert "pip install -r requirements.txt && python -m pytest" in LINES
+    gate = re.search("^command=.*'(.*)' README.md", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
+    assert gate[1] in LINES and gate[1].endswith("python -m pytest")
+
+
+def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch, quick_compiles):
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for command in COMMANDS:
+        words = shlex.split(command, comments=True)
+        main = next((main for start, main in MAINS.items() if f"{command} ".startswith(f"{start} ")), None)
+        if main is None:
+            module = re.fullmatch(r"python -m (bench\.\w+).*", command)  # measures for minutes: not run here
+            known = words[0] == "pip" or command == "python -m pytest"
+            assert known or (module and (ROOT / f"{module[1].replace('.', '/')}.py").is_file()), command
+            continue
+        for name in words:
+            if name.endswith(".txt") and not Path(name).exists():
+                Path(name).write_bytes(string.printable.encode() + TEXT)
+        outcome = call(main, *words[3 if words[1] == "-m" else 2 :], **small(words))
+        assert outcome.code is None and outcome.out, (command, outcome)
+        ran.append(main)
+    assert len(ran) > 6 and set(ran) == set(MAINS.values())
+
+
+INSTALLS = re.findall(r"pip install ([^`\n&]+)", README)
+
+
+@pytest.mark.parametrize("what", dict.fromkeys(INSTALLS))
+def test_pip_is_asked_for_what_there_is(what):
+    for word in shlex.split(what):
+        name, extra = re.fullmatch(r"([\w.-]+)(?:\[([\w-]+)\])?", word).groups()
+        assert name in ("-r", "requirements.txt", "-U", "jax", "matplotlib", "torch", "safetensors")
+        assert extra is None or extra in metadata(name).get_all("Provides-Extra")
+        assert not name.endswith(".txt") or (ROOT / name).is_file()
+
+
+def test_every_flag_that_the_readme_names_is_one():
+    text = "".join(call(main, "--help").out for main in MAINS.values())
+    text += "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("bench/*.py"))
+    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert {"--n_layer", "--no-same_length", "--top_k", "--min_count"} < known
+    assert set(re.findall(r"(?<![\w-])--(?!xla_)[a-z][\w-]*", README)) <= known
