@@ -52,7 +52,9 @@ class Config:
     remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
     attention: str = "auto"  # dense, chunked (no T x S array kept); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention
-    layer_rows: int = 0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: 1 on a CPU, else all
+    layer_rows: int = (
+        0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: few on a CPU, else all
+    )
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     dtype: str = "float32"  # what layers compute in and memory holds: float32, bfloat16, float64
 
@@ -232,8 +234,9 @@ def _feed_forward(x, key, p, number, cfg):
 
 def _in_rows(f, xs, cfg):
     """f(*xs) -> [B, ...], `layer_rows` of the batch at a time, each rebuilt in the backward pass."""
-    B = len(xs[0])
-    rows = math.gcd(B, cfg.layer_rows or (1 if jax.default_backend() == "cpu" else B))
+    B, T = xs[0].shape[:2]
+    auto = max(256 // T, 1) if jax.default_backend() == "cpu" else B  # what its cache holds
+    rows = math.gcd(B, cfg.layer_rows or auto)
     if rows == B:
         return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False)(*xs)
     split = jax.tree.map(lambda a: a.reshape(B // rows, rows, *a.shape[1:]), xs)
