@@ -52,9 +52,7 @@ class Config:
     remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
     attention: str = "auto"  # dense, chunked (no T x S array kept); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention
-    layer_rows: int = (
-        0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: few on a CPU, else all
-    )
+    layer_rows: int = 0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: few on a CPU, else all
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     dtype: str = "float32"  # what layers compute in and memory holds: float32, bfloat16, float64
 
