@@ -135,11 +135,13 @@ def ours_worker(shape):
     import optax
 
     import txl
+    from step import optimizer as recipe
+    from train import Run
 
     jax.devices()  # starts the backend, which is part of importing it
     ready = {"after_imports_mib": status_mib("VmRSS"), "versions": f"jax {jax.__version__} optax {optax.__version__}"}
-    cfg = txl.Config(**{"dropout": 0.0} | {k: v for k, v in shape.items() if k not in ("batch", "tgt_len")})
-    optimizer = optax.chain(optax.clip_by_global_norm(0.25), optax.adam(2.5e-4))
+    cfg = txl.Config(**{"dropout": 0.0} | {k: v for k, v in shape.items() if k not in ("batch", "tgt_len", "run")})
+    optimizer = recipe(Run(**{"optimizer": "adam", "lr": 2.5e-4, "schedule": "constant"} | shape.get("run", {})))
 
     def init(key):
         params = txl.init_params(key, cfg)
