@@ -1,0 +1,69 @@
+"""Pictures from committed results: python -m bench.plot (needs matplotlib) writes bench/results/*.png."""
+
+import json
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+# nanoGPT's laptop setting, its own code on tinyshakespeare: valid nats every 250 steps
+CLOCK_NATS = (2.445, 2.314, 2.191, 2.053, 2.009, 1.923, 1.892, 1.886)
+
+
+def lines(name):
+    """The JSON lines of a result file."""
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def quality(plt):
+    """Valid loss over seconds of training, ours beside the clock's."""
+    clock = lines("peers_clock.jsonl")[0]
+    ours = [entry for entry in lines("quality.jsonl") if entry.get("split") == "valid"]
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    seconds = [250 * (i + 1) * clock["clock_step_ms"] / 1e3 for i in range(len(CLOCK_NATS))]
+    axes.plot(seconds, CLOCK_NATS, "o--", color="0.5", label="nanoGPT's laptop setting, PyTorch")
+    axes.plot([e["step"] * clock["ours_step_ms"] / 1e3 for e in ours], [e["loss_nats"] for e in ours], label="txl")
+    axes.set(xlabel="seconds of training, 2 CPU cores", ylabel="valid loss, nats per character", ylim=(1.55, 2.6))
+    axes.legend()
+    save(figure, "quality.png")
+
+
+def memory(plt):
+    """Bytes of one training step by kind for settings that give the same result."""
+    entries = lines("plan_enwik8_base.jsonl")
+    kinds = ("parameters", "gradients", "optimizer", "memories", "workspace")
+    names = ("remat", "attention", "batch_chunk", "dtype")
+    labels = [" ".join(str(e["setting"][n]) for n in names) for e in entries]
+    figure, axes = plt.subplots(figsize=(8, 0.35 * len(entries) + 1.6))
+    left = [0.0] * len(entries)
+    for kind in kinds:
+        sizes = [e[f"{kind}_mib"] / 1024 for e in entries]
+        axes.barh(labels, sizes, left=left, label=kind)
+        left = [a + b for a, b in zip(left, sizes)]
+    for label, total in zip(labels, left):
+        axes.text(total, label, f" {total:.1f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB of one training step, XLA's own figure (enwik8 base, batch 22)")
+    axes.legend(fontsize=8)
+    save(figure, "memory.png")
+
+
+def save(figure, name):
+    figure.tight_layout()
+    figure.savefig(RESULTS / name, dpi=130)
+    print(RESULTS / name)
+
+
+def main():
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("bench.plot: matplotlib is missing: pip install matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    quality(plt)
+    memory(plt)
+
+
+if __name__ == "__main__":
+    main()
