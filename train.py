@@ -277,7 +277,9 @@ def settle(given):
         source = load(checkpoint.newest(run.resume) if run.resume else run.init)
     if source and (run.resume or run.eval_only):
         kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in CALL}
-        run = replace(run, **kept, out=run.resume)
+        run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
+        if run.resume and run.optimizer != had:
+            raise ValueError(f"optimizer: checkpoint {had}, asked {run.optimizer}: leave it out")
     corpus = prepare.load(run.data or None, run.tokenizer or None)
     vocab = source.vocab if source else corpus.vocab
     if corpus.vocab != vocab:
@@ -413,6 +415,18 @@ def step_entry(number, told, ms, corpus, run):
     return entry | {"mem_mib": memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
 
 
+def profile(compiled, state, batch, folder):
+    """Records three steps on a copy of the state, so that the run goes on as if nothing had happened."""
+    copy = [jax.tree.map(jnp.copy, state)]
+
+    def steps():
+        for _ in range(3):
+            copy[0], told = compiled(copy[0], *batch, np.int32(0))
+        jax.block_until_ready(told)
+
+    say(profiling.table(profiling.record(folder, compiled.as_text(), steps), 3))
+
+
 def train(cfg, run, corpus, source, n_devices, folder):
     """The loop: steps, a log line now and then, evaluations, checkpoints."""
     compiled = compile_step(cfg, run, n_devices)  # before there is any state
@@ -442,17 +456,6 @@ def train(cfg, run, corpus, source, n_devices, folder):
         write_log(log, entry, run)
         return entry["loss_nats"]
 
-    def look(state, *batch):
-        copy = [jax.tree.map(jnp.copy, state)]  # the run goes on from its own state as if nothing had happened
-
-        def steps():
-            for _ in range(3):
-                copy[0], told = compiled(copy[0], *spread(batch, n_devices), np.int32(0))
-            jax.block_until_ready(told)
-
-        say(profiling.table(profiling.record(run.profile, compiled.as_text(), steps), 3))
-        clock[0] = None
-
     with open(folder / "log.jsonl", "a") as log, signals() as stop:
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
         for number in range(first + 1, run.steps + 1):
@@ -460,7 +463,8 @@ def train(cfg, run, corpus, source, n_devices, folder):
             state, told = compiled(state, *spread([ids, targets], n_devices), np.int32(number - 1))
             cursor += run.tgt_len
             if run.profile and number == min(first + 4, run.steps):
-                look(state, ids, targets)
+                profile(compiled, state, spread([ids, targets], n_devices), run.profile)
+                clock[0] = None
             if waiting:
                 report(*waiting)  # a step late, so that the device has work meanwhile
             waiting = (number, told)

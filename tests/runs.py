@@ -15,6 +15,7 @@ import train
 from data import checkpoint
 
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
+TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25)
 TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
 WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])
 TEXT = "".join(WORDS[np.random.default_rng(0).integers(0, len(WORDS), 1500)]).encode()

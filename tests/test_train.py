@@ -170,7 +170,9 @@ def test_donated_state_is_gone_after_the_step(monkeypatch, tmp_path, text):
 def small_step(rows, parts, dropout=0.2, mem_len=9, steps=3, fresh=False):
     """(host state, losses) after `steps` steps of make_step itself; fresh: empty memory before each."""
     cfg = txl.Config(256, 2, 2, 16, 6, 20, mem_len=mem_len, dropout=dropout, dropatt=dropout)
-    run = train.Run(batch=rows, tgt_len=8, batch_chunk=parts, steps=STEPS, warmup=3, lr=1e-3)
+    run = train.Run(
+        batch=rows, tgt_len=8, batch_chunk=parts, steps=STEPS, warmup=3, lr=1e-3, optimizer="adamw", clip=0.25
+    )
     host = jax.tree.map(np.asarray, train.init_state(cfg, run, None, rows))
     state, step, told = train.to_devices(host, 1), make_step(cfg, run, 1), []
     for number in range(steps):
@@ -293,7 +295,7 @@ def test_the_log_has_a_header_then_steps_then_evaluations_as_documented(base):
         assert entry["bpb"] == pytest.approx(entry["loss_nats"] / math.log(2))  # a byte is a token here
         assert entry["grad_norm"] > 0 and entry["mem_mib"] > 10
     assert steps[0]["tok_per_s"] is steps[0]["step_ms"] is None and all(entry["tok_per_s"] > 0 for entry in steps[1:])
-    lr = lr_schedule(train.Run(steps=STEPS, warmup=TINY["warmup"]))
+    lr = lr_schedule(train.Run(steps=STEPS, warmup=TINY["warmup"], lr=TINY["lr"]))
     assert [entry["lr"] for entry in steps] == pytest.approx([float(lr(s)) for s in range(STEPS)], rel=1e-6)
     assert steps[-1]["loss_nats"] < steps[0]["loss_nats"] - 1
     cut, valid, test = (
@@ -634,7 +636,7 @@ def test_tgt_len_mem_len_and_batch_may_change_on_resume_and_the_log_says_that_me
 def test_memory_starts_empty_where_its_shape_or_type_changes_and_is_kept_where_not(change, base):
     source = train.load(base.folder / "last.npz")
     cfg = replace(source.cfg, **{k: v for k, v in change.items() if k in ("mem_len", "dtype")})
-    run = train.Run(**{k: v for k, v in TINY.items() if k in ("batch", "tgt_len")} | {"steps": STEPS})
+    run = train.Run(**{k: v for k, v in TINY.items() if k in ("batch", "tgt_len", "optimizer")} | {"steps": STEPS})
     run = replace(run, **{k: v for k, v in change.items() if k in ("batch", "tgt_len")})
     host, cursor = train.restore(source, cfg, run)
     assert host.mems.h.shape == (2, run.batch, cfg.mem_len, 16) and host.mems.h.dtype == cfg.dtype and cursor == 480
@@ -912,3 +914,8 @@ def test_a_checkpoint_with_fewer_ids_than_its_vocabulary_is_refused_naming_both(
     write_raw(tmp_path / "last.npz", meta, arrays)
     refused(call(train.main, "--eval_only", run=tmp_path, data=text), "n_token=100", "256")
     refused(call(sample.main, run=tmp_path, prompt="az\u00e9"), "id 195", "100")
+
+
+def test_another_optimizer_on_resume_is_one_line(base, tmp_path):
+    outcome = call(train.main, resume=base.folder, steps=STEPS + 1, optimizer="muon")
+    refused(outcome, "optimizer: checkpoint adamw, asked muon")
