@@ -229,14 +229,18 @@ def memory_mib():
     return peak / (2**20 if sys.platform == "darwin" else 2**10), "process peak"
 
 
+def versions():
+    """Versions of what computes."""
+    return {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
+
+
 def header(cfg, run, corpus, n_devices):
     """The log's first line: everything that decides the run."""
     device, n_params = jax.local_devices()[0], sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
-    versions = {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
     flags = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": memory_mib()[1]}
-    return {"versions": versions, **where, **flags, "corpus": text, "n_params": n_params}
+    return {"versions": versions(), **where, **flags, "corpus": text, "n_params": n_params}
 
 
 def line(entry, run):
@@ -427,70 +431,93 @@ def profile(compiled, state, batch, folder):
     say(profiling.table(profiling.record(folder, compiled.as_text(), steps), 3))
 
 
+class Job(NamedTuple):
+    cfg: txl.Config
+    run: Run
+    corpus: prepare.Corpus
+    n_devices: int
+    folder: Path
+    log: object  # the open log.jsonl
+
+
+def report(job, number, told, first, clock):
+    """Checks what step `number` told, and logs it where that is due; clock: [time, step] of the last log line."""
+    told = fetch(told)
+    finite(number, job.folder, loss=told[0], grad_norm=told[1])
+    if number % job.run.log_every == 0 or number in (first + 1, job.run.steps):
+        now, (then, at) = time.perf_counter(), clock
+        clock[:] = now, number
+        ms = then and (now - then) * 1e3 / (number - at)
+        write_log(job.log, step_entry(number, told, ms, job.corpus, job.run), job.run)
+
+
+def judge(job, eval_fn, params, number, split, limit=None):
+    """Mean nats of a split, or of its first `limit` targets; logged."""
+    tokens = getattr(job.corpus, split)[: limit and limit + 1]
+    found = evaluate(eval_fn, params, tokens, job.cfg, job.run, job.n_devices)
+    entry = judged(*found, number, split, job.corpus, job.run)
+    finite(number, job.folder, **{f"{split}_loss": entry["loss_nats"]})
+    write_log(job.log, entry, job.run)
+    return entry["loss_nats"]
+
+
+def keep(job, state, names, **known):
+    """Saves the devices' state under `names`; known: step, cursor and best loss."""
+    about = {"flags": asdict(job.run), "corpus": job.corpus.sha256, "versions": versions()}
+    meta = {"config": asdict(job.cfg), "vocab": job.corpus.vocab, "run": about | known}
+    host = named(to_host(state))
+    for name in names:
+        checkpoint.save(job.folder / name, host, meta)
+
+
 def train(cfg, run, corpus, source, n_devices, folder):
-    """The loop: steps, a log line now and then, evaluations, checkpoints."""
+    """One run: the step compiled, the state made, the loop, the last evaluations."""
     compiled = compile_step(cfg, run, n_devices)  # before there is any state
     state, first, cursor, best = prepared(cfg, run, source, n_devices)
-    eval_fn, clock, waiting = make_eval(cfg), [None, first], None
     head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
-    meta = {"config": asdict(cfg), "vocab": corpus.vocab}
-    about = {"flags": asdict(run), "corpus": corpus.sha256, "versions": head["versions"]}
-
-    def report(number, told):
-        told = fetch(told)
-        finite(number, folder, loss=told[0], grad_norm=told[1])
-        if number % run.log_every == 0 or number in (first + 1, run.steps):
-            now, (then, at) = time.perf_counter(), clock
-            clock[:] = now, number
-            write_log(log, step_entry(number, told, then and (now - then) * 1e3 / (number - at), corpus, run), run)
-
-    def keep(number, *names):
-        host = named(to_host(state))
-        for name in names:
-            known = {"step": number, "cursor": cursor, "best": best}
-            checkpoint.save(folder / name, host, meta | {"run": about | known})
-
-    def judge(number, split, tokens):
-        entry = judged(*evaluate(eval_fn, state.params, tokens, cfg, run, n_devices), number, split, corpus, run)
-        finite(number, folder, **{f"{split}_loss": entry["loss_nats"]})
-        write_log(log, entry, run)
-        return entry["loss_nats"]
-
     with open(folder / "log.jsonl", "a") as log, signals() as stop:
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
-        for number in range(first + 1, run.steps + 1):
-            ids, targets = batch_at(corpus.train, run.batch, cursor, run.tgt_len)
-            state, told = compiled(state, *spread([ids, targets], n_devices), np.int32(number - 1))
-            cursor += run.tgt_len
-            if run.profile and number == min(first + 4, run.steps):
-                profile(compiled, state, spread([ids, targets], n_devices), run.profile)
-                clock[0] = None
-            if waiting:
-                report(*waiting)  # a step late, so that the device has work meanwhile
-            waiting = (number, told)
-            if number % run.eval_every and number != run.steps and not stop.number:
-                continue
-            report(number, told)
-            paused, waiting = time.perf_counter(), None
-            if stop.number:
-                keep(number, "last.npz")
-                say(f"stopped at step {number}: go on with python train.py --resume {folder}")
-                sys.exit(128 + stop.number)
-            loss = judge(number, "valid", corpus.valid[: run.eval_tokens + 1])
-            better, best = loss < best, min(loss, best)
-            keep(number, *(["last.npz", "best.npz"] if better else ["last.npz"]))
-            if clock[0]:
-                clock[0] += time.perf_counter() - paused
-        for split in ("valid", "test"):
-            judge(run.steps, split, getattr(corpus, split))
-            if stop.number:  # all is saved by now
-                sys.exit(128 + stop.number)
-        (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
-        show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
-        say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
+        job = Job(cfg, run, corpus, n_devices, folder, log)
+        state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
+    (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
+    show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
+    say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
     if not run.json:
         text = short_sample(jax.tree.map(np.asarray, state.params), corpus.vocab, cfg)
         print(f"sample:\n{text}\ncheckpoints and log in {folder}")
+
+
+def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
+    """Steps, a log line now and then, evaluations, checkpoints; at the end all of valid and test -> state."""
+    run, clock, waiting = job.run, [None, first], None
+    for number in range(first + 1, run.steps + 1):
+        batch = spread(batch_at(job.corpus.train, run.batch, cursor, run.tgt_len), job.n_devices)
+        state, told = compiled(state, *batch, np.int32(number - 1))
+        cursor += run.tgt_len
+        if waiting:
+            report(job, *waiting, first, clock)  # a step late, so that the device has work meanwhile
+        waiting = (number, told)
+        if run.profile and number == min(first + 4, run.steps):
+            profile(compiled, state, batch, run.profile)
+            clock[0] = None
+        if number % run.eval_every and number != run.steps and not stop.number:
+            continue
+        report(job, number, told, first, clock)
+        paused, waiting = time.perf_counter(), None
+        if stop.number:
+            keep(job, state, ["last.npz"], step=number, cursor=cursor, best=best)
+            say(f"stopped at step {number}: go on with python train.py --resume {job.folder}")
+            sys.exit(128 + stop.number)
+        loss = judge(job, eval_fn, state.params, number, "valid", run.eval_tokens)
+        names, best = ["last.npz"] + ["best.npz"] * (loss < best), min(loss, best)
+        keep(job, state, names, step=number, cursor=cursor, best=best)
+        if clock[0]:
+            clock[0] += time.perf_counter() - paused
+    for split in ("valid", "test"):
+        judge(job, eval_fn, state.params, run.steps, split)
+        if stop.number:  # all is saved by now
+            sys.exit(128 + stop.number)
+    return state
 
 
 def allocator(given):
