@@ -47,6 +47,19 @@ def memory(plt):
     save(figure, "memory.png")
 
 
+def lengths(plt):
+    """The step's total against the length of segment and memory, thriftiest options beside dense ones."""
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for name, label in (("dense", "dense attention, nothing rebuilt"), ("thrifty", "remat full, chunked")):
+        found = [e for e in lines("memory.jsonl") if e["what"] == name]
+        axes.plot([e["tgt_len"] for e in found], [e["total_mib"] / 1024 for e in found], "o-", label=label)
+    axes.set(
+        xlabel="tokens of a segment, and remembered", ylabel="GiB of one training step", xscale="log", yscale="log"
+    )
+    axes.legend()
+    save(figure, "lengths.png")
+
+
 def save(figure, name):
     figure.tight_layout()
     figure.savefig(RESULTS / name, dpi=130)
@@ -63,6 +76,7 @@ def main():
 
     quality(plt)
     memory(plt)
+    lengths(plt)
 
 
 if __name__ == "__main__":
