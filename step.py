@@ -123,8 +123,14 @@ def make_step(cfg, run, n_devices):
 
 
 def compile_step(cfg, run, n_devices):
-    """`make_step`'s function, compiled from shapes before any state exists."""
-    return make_step(cfg, run, n_devices).lower(*shapes(cfg, run, n_devices)).compile()
+    """`make_step`'s function, compiled from shapes before any state exists; donation that goes unused is an error."""
+    compiled = make_step(cfg, run, n_devices).lower(*shapes(cfg, run, n_devices)).compile()
+    state = jax.tree.leaves(jax.eval_shape(lambda: init_state(cfg, run, None, run.batch // n_devices)))
+    needed, told = sum(a.size * a.dtype.itemsize for a in state), compiled.memory_analysis()
+    donates = not jax.config.jax_debug_nans  # which keeps the old state to look at
+    if donates and told is not None and told.alias_size_in_bytes < needed:
+        raise RuntimeError(f"only {told.alias_size_in_bytes} of {needed} bytes of state are updated in place: our bug")
+    return compiled
 
 
 def spread(tree, n_devices, axis=0):

@@ -159,3 +159,10 @@ def test_donation_covers_the_whole_state_and_evaluation_has_one_copy_of_the_para
     params = plan.nbytes(state.params)
     assert params < plan.total(evaluation) < 2 * params + 2**22
     assert np.isfinite(params)
+
+
+def test_a_step_that_leaves_donated_state_unused_is_an_error(monkeypatch):
+    wasteful = jax.pmap(lambda state, *_: 0, "device", in_axes=(step.AXES, 0, 0, None), out_axes=None, donate_argnums=0)
+    monkeypatch.setattr(step, "make_step", lambda *_: wasteful)
+    with pytest.raises(RuntimeError, match="updated in place"):
+        compiled(SMALL)
