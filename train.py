@@ -481,6 +481,7 @@ def train(cfg, run, corpus, source, n_devices, folder):
         state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
     (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
     show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
+    whose += ", imports and compiling included" * (whose == "process peak")
     say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
     if not run.json:
         text = short_sample(jax.tree.map(np.asarray, state.params), corpus.vocab, cfg)
