@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refused, write_raw
 
 import sample
@@ -26,23 +25,10 @@ from step import make_step
 from step import optimizer as make_optimizer
 from step import schedule as lr_schedule
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 STEPS = 60
 TRAIN = np.frombuffer(TEXT[: len(TEXT) * 9 // 10], np.uint8)
 BASE = TINY | dict(steps=STEPS, eval_every=20, dropout=0.1, dropatt=0.1, json=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles(tmp_path_factory):
-    """Runs of this module that need the same program share it."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    old = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0)):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, old):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +55,7 @@ def spy(monkeypatch, name, seen, programs=None):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, text):
+def base(tmp_path_factory, text, quick_compiles):
     """A run of 60 steps with three evaluations, the last batch of each a partial one; what it did is in its fields."""
     folder = tmp_path_factory.mktemp("base") / "run"
     seen = {"programs": [], "step": [], "eval": [], "batches": [], "eval_shapes": set()}
