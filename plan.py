@@ -25,7 +25,7 @@ def candidates(cfg, run, rows):
     thrifty = dict(remat="full", attention="chunked", loss_chunk=chunk, layer_rows=1)
     steps = [dict(remat="none", attention="dense"), dict(remat="none", attention="chunked", loss_chunk=chunk)]
     steps += [dict(remat="dots", attention="chunked", loss_chunk=chunk)]
-    if jax.default_backend() != "cpu":  # there rows are one at a time anyway
+    if jax.default_backend() != "cpu":  # there few rows are taken at a time anyway
         steps += [dict(thrifty, layer_rows=cfg.layer_rows)]
     parts = [p for p in range(2, rows + 1) if rows % p == 0]
     parts = sorted({parts[0], parts[len(parts) // 2], parts[-1]}) if parts else []
