@@ -1,10 +1,11 @@
 """Relative attention in plain XLA (Dai et al. 2019, arXiv:1901.02860, equation 2), and the masks that dropout draws.
 
-    attention(q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, S, K], lo [B, T]) -> [B, H, T, K]
+    attention(q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, X, K], lo [B, T]) -> [B, H, T, K]
 
 Queries come scaled, with the biases u and v added; keys with memory's first. Query t sees the keys
 lo <= s <= t + S - T. Row x of r is the position of distance S - 1 - x, so that the last query meets key s at row s,
-and query t meets it at row s + T - 1 - t. Axis letters as in txl.py; w W: the keys of one block.
+and query t meets it at row s + T - 1 - t; rows from S on may hold anything (one of them saves a copy: X = S + 1).
+Axis letters as in txl.py; w W: the keys of one block.
 """
 
 import jax
@@ -66,10 +67,12 @@ def _attend(q_u, q_v, k, v, r, lo, block, window, drop):
     M, Q = S - T, min(block or T, T)
     pad = -T % Q
     n, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
-    # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first.
+    # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first. Behind it come
+    # rows that no query meets: dynamic_slice would move a start that is too far right.
     q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
     lo = jnp.pad(lo, (0, pad))
-    r = jnp.pad(r, ((0, 0), (pad, T + pad), (0, 0)))  # dynamic_slice would move a start that is too far right
+    behind = S + (1 if n == 1 else T + pad) - r.shape[1]
+    r = jnp.pad(r, ((0, 0), (pad, max(behind, 0)), (0, 0)))
 
     def body(args):
         q_u, q_v, lo, i = args

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import step
-import txl
+from layer import attention_block
 
 MIB = 2**20
 KNOBS = ("remat", "attention", "layer_rows", "loss_chunk", "dtype")  # the config's part of a setting
@@ -41,7 +41,7 @@ def candidates(cfg, run, rows):
 def recompute(cfg, run):
     """Arithmetic of a step as a multiple of that without any recomputation: matrix products only, counted by shapes."""
     T, M, H, D, K, F = run.tgt_len, cfg.mem_len, cfg.n_head, cfg.d_model, cfg.d_head, cfg.d_inner
-    S, block = M + T, txl.attention_block(cfg, T)
+    S, block = M + T, attention_block(cfg, T)
     scores = 3 * H * T * S * K
     project = 2 * T * D * H * K + 2 * S * D * H * K
     loss = T * D * cfg.n_token

@@ -16,6 +16,7 @@ import optax.contrib
 from jax import lax
 
 import txl
+from embedding import wide
 
 
 def schedule(run):
@@ -99,7 +100,7 @@ def make_step(cfg, run, n_devices):
             return jax.tree.map(lambda a, b: a + b / parts, total, (loss, grads)), mems
 
         xs = (split(ids), split(targets), txl.Mems(h, split(mems.fill)), split(keys))
-        (loss, grads), mems = lax.scan(add, (jnp.zeros((), txl.wide(cfg)), zero), xs)
+        (loss, grads), mems = lax.scan(add, (jnp.zeros((), wide(cfg)), zero), xs)
         h = jnp.moveaxis(mems.h, 0, 1).reshape(cfg.n_layer, rows, *mems.h.shape[3:])
         return (loss, txl.Mems(h, mems.fill.reshape(rows))), grads
 

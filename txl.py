@@ -1,6 +1,6 @@
 """Transformer-XL (Dai et al. 2019, arXiv:1901.02860): parameters are a dict of arrays, the model is functions of them.
 
-The path of the data, which is the order of this file:
+The path of the data, which is the order of this file (layers are in layer.py):
 
     ids [B, T] -> embed -> x [B, T, D] -> L layers, each over (memory [B, M, D], x) -> hidden [B, T, D] -> nats [B, T]
 
@@ -13,7 +13,6 @@ A layer attends over S = M + T keys, memory first; the newest M of its inputs ar
     M    memory length                         l L  layers
 """
 
-import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -21,8 +20,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attention import HIDDEN, attention, drop_entries, mix, softmax_parts
-from embedding import clusters, embed, logits, nats, out_proj_name, wide, width
+from attention import HIDDEN, attention, softmax_parts
+from embedding import clusters, embed, logits, nats, out_proj_name, width
+from layer import (
+    attended,
+    attention_block,
+    attention_layer,
+    dropout,
+    feed_forward,
+    first_visible,
+    keys,
+    norm,
+    queries,
+    sinusoids,
+)
 
 DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
@@ -134,109 +145,16 @@ def init_mems(cfg, batch):
     return Mems(jnp.zeros(shape, cfg.dtype), jnp.zeros(batch, jnp.int32))
 
 
-def _seeds(key, layer, place):
-    """[B, 2] uint32 from the row keys [B], the layer's number and the place in it."""
-    bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
-    return bits ^ mix(jnp.uint32(layer) * 8 + place)
-
-
-def _dropout(x, key, layer, place, cfg):
-    """Dropout of x [B, T, D] by row, position and channel; key None or rate 0: x."""
-    if key is None or not cfg.dropout:
-        return x
-    counter = lax.iota(jnp.uint32, x.shape[1] * x.shape[2]).reshape(x.shape[1:])
-    return drop_entries(x, _seeds(key, layer, place), counter, cfg.dropout)
-
-
-def sinusoids(distances, cfg):
-    """Position table [X, D] in cfg.dtype for distances [X]: sines, then cosines, computed wide and rounded once."""
-    # Unlike the original: the table is never dropped out, since masks belong to rows and rows share the table.
-    if cfg.clamp_len > 0:
-        distances = jnp.minimum(distances, cfg.clamp_len)
-    frequencies = 10000.0 ** (-jnp.arange(0, cfg.d_model, 2, wide(cfg)) / cfg.d_model)
-    angles = distances.astype(wide(cfg))[:, None] * frequencies
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1).astype(cfg.dtype)
-
-
-def first_visible(fill, T, cfg):
-    """lo [B, T]: query t sees the keys lo <= s <= t + M. Memory's fill and same_length become this one number."""
-    lo = jnp.broadcast_to((cfg.mem_len - fill)[:, None], (len(fill), T))
-    return jnp.maximum(lo, jnp.arange(T)) if cfg.same_length else lo
-
-
-def layer_norm(x, scale, bias):
-    """Layer norm over the last axis, statistics in float32 or wider."""
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y = y - y.mean(-1, keepdims=True)
-    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5)
-    return (y * scale + bias).astype(x.dtype)
-
-
-def attention_block(cfg, T):
-    """How many queries at a time chunked attention takes for segments of T; None: dense."""
-    # On a CPU, scores that stay in its cache are worth computing twice.
-    auto = "chunked" if jax.default_backend() == "cpu" or T >= 4 * cfg.attn_block else "dense"
-    return None if (auto if cfg.attention == "auto" else cfg.attention) == "dense" else cfg.attn_block
-
-
-# a layer, in the parts that training and reading share; p: one layer's parameters in cfg.dtype
-
-
-def _norm(x, p, number):
-    return layer_norm(x, p[f"ln{number}_scale"], p[f"ln{number}_bias"])
-
-
-def _queries(x, p, cfg):
-    """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
-    q = jnp.einsum("btd,dhk->bhtk", x, p["w_q"])
-    scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
-    return ((q + p[bias][:, None]) * scale for bias in ("u", "v"))
-
-
-def _keys(x, p):
-    """Keys and values [B, H, S, K] of x [B, S, D]."""
-    return jnp.einsum("bsd,dhk->bhsk", x, p["w_k"]), jnp.einsum("bsd,dhk->bhsk", x, p["w_v"])
-
-
-def _attended(x, out, p, cfg, key=None, number=0):
-    """The end of the attention sublayer: x [B, T, D] its input, out [B, H, T, K] -> [B, T, D]."""
-    out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
-    x = x + _dropout(out, key, number, 1, cfg)
-    return x if cfg.pre_norm else _norm(x, p, 1)
-
-
-def _attention_layer(x, mem, lo, key, p, positions, number, cfg):
-    """The attention sublayer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]."""
-    with jax.named_scope("attention"):
-        cat = jnp.concatenate([mem, x], 1)
-        cat = _norm(cat, p, 1) if cfg.pre_norm else cat
-        q_u, q_v = _queries(cat[:, cfg.mem_len :], p, cfg)
-        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
-        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
-        window = cfg.mem_len + 1 if cfg.same_length else None
-        block = attention_block(cfg, x.shape[1])
-        out = attention(q_u, q_v, *_keys(cat, p), r, lo, block=block, window=window, drop=drop)
-        return _attended(x, out, p, cfg, key, number)
-
-
-def _feed_forward(x, key, p, number, cfg):
-    """The feed-forward sublayer: x [B, T, D] -> [B, T, D]."""
-    with jax.named_scope("feed_forward"):
-        y = (_norm(x, p, 2) if cfg.pre_norm else x).reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
-        y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"])
-        y = _dropout(y.reshape(*x.shape[:2], cfg.d_inner), key, number, 2, cfg).reshape(y.shape)
-        y = (jnp.einsum("nf,fd->nd", y, p["w_2"]) + p["b_2"]).reshape(x.shape)
-        x = x + _dropout(y, key, number, 3, cfg)
-        return x if cfg.pre_norm else _norm(x, p, 2)
-
-
-def _in_rows(f, xs, cfg):
-    """f(*xs) -> [B, ...], `layer_rows` of the batch at a time, each rebuilt in the backward pass."""
-    B, T = xs[0].shape[:2]
-    auto = max(256 // T, 1) if jax.default_backend() == "cpu" else B  # what its cache holds
-    rows = math.gcd(B, cfg.layer_rows or auto)
+def _in_rows(f, xs, few, cfg):
+    """f(*xs) -> [B, ...], `layer_rows` of the batch at a time, or `few` of them on a CPU; rebuilt going backward."""
+    B = len(xs[0])
+    auto = few if jax.default_backend() == "cpu" else B  # what its cache holds
+    rows = max(n for n in range(1, min(cfg.layer_rows or auto, B) + 1) if B % n == 0)
     if rows == B:
         return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False)(*xs)
+    if rows == 1:
+        one = lambda part: f(*jax.tree.map(lambda a: a[None], part))[0]
+        return lax.map(jax.checkpoint(one, prevent_cse=False), xs)
     split = jax.tree.map(lambda a: a.reshape(B // rows, rows, *a.shape[1:]), xs)
     out = lax.map(jax.checkpoint(lambda part: f(*part), prevent_cse=False), split)
     return out.reshape(B, *out.shape[2:])
@@ -298,23 +216,24 @@ def forward(params, ids, mems, cfg, *, key=None):
 
         def attend(x, mem, written, lo, key):
             mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
-            return _attention_layer(x, mem, lo, key, p, positions, number, cfg)
+            return attention_layer(x, mem, lo, key, p, positions, number, cfg)
 
         def whole(x, mem, written, lo, key):
-            return _feed_forward(attend(x, mem, written, lo, key), key, p, number, cfg)
+            return feed_forward(attend(x, mem, written, lo, key), key, p, number, cfg)
 
         xs = (x, mem, written, lo, key)
         if cfg.remat == "full":
-            return _in_rows(whole, xs, cfg)
+            return _in_rows(whole, xs, max(256 // T, 1), cfg)
         if attention_block(cfg, T) is None:
             return whole(*xs)
-        return _feed_forward(_in_rows(attend, xs, cfg), key, p, number, cfg)
+        few = max(2**16 // (T * (M + T)), 1)
+        return feed_forward(_in_rows(attend, xs, few, cfg), key, p, number, cfg)
 
-    x = _dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
+    x = dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
     x, inputs = _layers(one, x, stacked_layers(params, cfg), h, cfg)
     inputs = lax.stop_gradient(inputs)
     h = inputs[:, :, T - M :] if T >= M else jnp.concatenate([h[:, :, T:], inputs], 2)
-    return _dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, jnp.minimum(mems.fill + T, M))
+    return dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, jnp.minimum(mems.fill + T, M))
 
 
 def token_losses(params, ids, targets, mems, cfg, *, key=None):
@@ -333,17 +252,21 @@ def loss_fn(params, ids, targets, mems, cfg, *, key=None):
 
 
 class Cache(NamedTuple):
-    k: tuple  # L x [B, H, M + 1, K] in cfg.dtype: a ring of the newest keys
+    k: tuple  # L x [B * H, M + 1, K] in cfg.dtype: a ring of the newest keys
     v: tuple  # the same of values
     r: tuple  # L x [H, M + 1, K]: projected positions of distances M, M - 1, ..., 0
     slot: jax.Array  # int32: where the next token's key goes; before it, going round, stand the tokens before it
     fill: jax.Array  # [B] int32: how many of M are real
 
 
-def by_layer(params, cfg):
-    """[parameters in cfg.dtype, u and v among them] of each layer."""
-    stacked = stacked_layers(params, cfg)
-    return [jax.tree.map(lambda a: a[i].astype(cfg.dtype), stacked) for i in range(cfg.n_layer)]
+def unstack(params, cfg):
+    """Parameters for `read`, their layers apart and in cfg.dtype, so that no call has to slice or cast them again."""
+    if isinstance(params["layers"], tuple):
+        return params
+    stacked = jax.tree.map(lambda a: a.astype(cfg.dtype), stacked_layers(params, cfg))
+    flat = {name: stacked[name].reshape(cfg.n_layer, cfg.d_model, -1) for name in ("w_q", "w_k", "w_v")}
+    stacked |= flat
+    return params | {"layers": tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(cfg.n_layer))}
 
 
 def _positions(distances, p, cfg):
@@ -351,60 +274,65 @@ def _positions(distances, p, cfg):
 
 
 def init_cache(params, cfg, batch):
-    """An empty cache for `batch` rows under fixed weights."""
-    shape = (batch, cfg.n_head, cfg.mem_len + 1, cfg.d_head)
+    """An empty cache for `batch` rows under fixed weights, which may be `unstack`ed."""
+    # Rows and heads are one axis: with two, XLA on a CPU copies the rings of one row at every token.
+    shape = (batch * cfg.n_head, cfg.mem_len + 1, cfg.d_head)
     ring = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.n_layer))
-    r = tuple(_positions(jnp.arange(cfg.mem_len, -1, -1), p, cfg) for p in by_layer(params, cfg))
-    return Cache(ring(), ring(), r, jnp.int32(cfg.mem_len), jnp.zeros(batch, jnp.int32))
+    r = tuple(_positions(jnp.arange(cfg.mem_len, -1, -1), p, cfg) for p in unstack(params, cfg)["layers"])
+    return Cache(ring(), ring(), r, jnp.int32(0), jnp.zeros(batch, jnp.int32))
 
 
 def _read_one(q_u, q_v, k, v, r, slot, fill):
-    """Attention of one query per row [B, H, 1, K] over the rings k, v [B, H, N, K], its own key at `slot`."""
-    N = k.shape[2]
+    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, N, K], its own key at `slot`."""
+    (B, H, _, K), N = q_u.shape, k.shape[1]
     acc = jnp.promote_types(k.dtype, jnp.float32)
-    content = jnp.einsum("bhtk,bhsk->bhts", q_u, k, preferred_element_type=acc)
-    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc)
+    content = jnp.einsum("nk,nsk->ns", q_u.reshape(-1, K), k, preferred_element_type=acc)  # n: rows and heads
+    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc).reshape(B * H, N)
     # Ring entry s is (slot - s) mod N tokens back: turn the logits round, never the ring.
-    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], -1), N - 1 - slot, N, 3)
-    distance = (slot - jnp.arange(N)) % N
-    scores = jnp.where((distance <= fill[:, None])[:, None, None], content + position, HIDDEN)
-    weights, total = softmax_parts(scores)
-    out = jnp.einsum("bhts,bhsk->bhtk", weights.astype(v.dtype), v, preferred_element_type=acc)
-    return (out / total).astype(v.dtype)
+    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), N - 1 - slot, N, 1)
+    visible = jnp.repeat((slot - jnp.arange(N)) % N <= fill[:, None], H, 0)
+    weights, total = softmax_parts(jnp.where(visible, content + position, HIDDEN))
+    out = jnp.einsum("ns,nsk->nk", weights.astype(v.dtype), v, preferred_element_type=acc)
+    return (out / total).astype(v.dtype).reshape(B, H, 1, K)
 
 
 def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
-    """Attention of T queries over the rings k, v and their own new keys -> out, rings of the newest keys."""
-    M, T = cfg.mem_len, q_u.shape[2]
-    order = lambda ring: lax.dynamic_slice_in_dim(jnp.concatenate([ring, ring], 2), (slot + 1) % (M + 1), M, 2)
-    k, v = (jnp.concatenate([order(ring), new], 2) for ring, new in ((k, new_k), (v, new_v)))
+    """Attention of T queries over the rings k, v and their own new keys -> out, rings in order, the oldest at 0."""
+    (B, H, T, K), M = q_u.shape, cfg.mem_len
     # Without same_length, later queries of a segment see further than M.
-    r = jnp.concatenate([_positions(jnp.arange(M + T - 1, M, -1), p, cfg), past], 1)
-    window = M + 1 if cfg.same_length else None
-    out = attention(q_u, q_v, k, v, r, lo, block=attention_block(cfg, T), window=window)
-    ring = lambda a: jnp.pad(a[:, :, T:], ((0, 0), (0, 0), (0, 1), (0, 0)))
-    return out, ring(k), ring(v)
+    far = jnp.zeros((H, T - 1, K), past.dtype) if cfg.same_length else _positions(M + jnp.arange(T - 1, 0, -1), p, cfg)
+    r = lax.dynamic_update_slice_in_dim(jnp.pad(far, ((0, 0), (0, M + 2), (0, 0))), past, T - 1, 1)
+    how = dict(block=attention_block(cfg, T), window=M + 1 if cfg.same_length else None)
+
+    def joined(ring, new):  # [B, H, S, K]
+        turned = lambda a: lax.dynamic_slice_in_dim(jnp.concatenate([a, a], 1), (slot + 1) % (M + 1), M, 1)
+        join = lambda order: lambda a, new: jnp.concatenate([order(a).reshape(B, H, M, K), new], 2)
+        return lax.cond(slot == 0, join(lambda a: a[:, 1:]), join(turned), ring, new)  # 0: another segment was before
+
+    new_k, new_v = lax.optimization_barrier((new_k, new_v))
+    k, v = joined(k, new_k), joined(v, new_v)
+    attend = lambda q_u, q_v, k, v, lo: attention(q_u, q_v, k, v, r, lo, **how)
+    out = _in_rows(attend, (q_u, q_v, k, v, lo), max(2**16 // (T * (M + T)), 1), cfg)
+    return out, *(a[:, :, T - 1 :].reshape(B * H, M + 1, K) for a in (k, v))
 
 
 def read(params, ids, cache, cfg):
     """ids [B, T] -> hidden [B, T, D], new cache: what `forward` gives for the same cut of the text."""
     T, rings = ids.shape[1], []
     x, lo = embed(params, ids, cfg), first_visible(cache.fill, T, cfg)
-    for p, ring_k, ring_v, r in zip(by_layer(params, cfg), cache.k, cache.v, cache.r):
-        h = _norm(x, p, 1) if cfg.pre_norm else x
-        q_u, q_v = _queries(h, p, cfg)
-        new_k, new_v = _keys(h, p)
+    for p, ring_k, ring_v, r in zip(unstack(params, cfg)["layers"], cache.k, cache.v, cache.r):
+        h = norm(x, p, 1) if cfg.pre_norm else x
+        q_u, q_v = queries(h, p, cfg)
+        new_k, new_v = keys(h, p, cfg)
         if T == 1:
-            ring_k, ring_v = (
-                lax.dynamic_update_slice_in_dim(ring, new, cache.slot, 2)
-                for ring, new in ((ring_k, new_k), (ring_v, new_v))
-            )
+            put = lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new.reshape(-1, 1, cfg.d_head), cache.slot, 1)
+            ring_k, ring_v = put(ring_k, new_k), put(ring_v, new_v)
             out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cache.fill)
         else:
             out, ring_k, ring_v = _read_many(q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, p, cfg)
-        x = _feed_forward(_attended(x, out, p, cfg), None, p, 0, cfg)
+        x = feed_forward(attended(x, out, p, cfg), None, p, 0, cfg)
         rings.append((ring_k, ring_v))
-    slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(cfg.mem_len)
+    slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(0)
     k, v = zip(*rings)
     return x, Cache(k, v, cache.r, slot, jnp.minimum(cache.fill + T, cfg.mem_len))
 
@@ -417,8 +345,8 @@ def extend(params, ids, cache, cfg):
 
 def stack_caches(caches):
     """One cache of the rows of several, which may have read different numbers of tokens."""
-    N = caches[0].k[0].shape[2]
-    turn = lambda cache, ring: jnp.roll(ring, N - 1 - cache.slot, 2)
+    N = caches[0].k[0].shape[1]
+    turn = lambda cache, ring: jnp.roll(ring, N - 1 - cache.slot, 1)
     join = lambda name: tuple(
         jnp.concatenate([turn(c, getattr(c, name)[i]) for c in caches]) for i in range(len(caches[0].k))
     )

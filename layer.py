@@ -1,0 +1,115 @@
+"""One layer, in the parts that training and reading share: positions, dropout, attention sublayer, feed-forward.
+
+Axis letters as in txl.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attention import attention, drop_entries, mix
+from embedding import wide
+
+
+def _seeds(key, layer, place):
+    """[B, 2] uint32 from the row keys [B], the layer's number and the place in it."""
+    bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
+    return bits ^ mix(jnp.uint32(layer) * 8 + place)
+
+
+def dropout(x, key, layer, place, cfg):
+    """Dropout of x [B, T, D] by row, position and channel; key None or rate 0: x."""
+    if key is None or not cfg.dropout:
+        return x
+    counter = lax.iota(jnp.uint32, x.shape[1] * x.shape[2]).reshape(x.shape[1:])
+    return drop_entries(x, _seeds(key, layer, place), counter, cfg.dropout)
+
+
+def sinusoids(distances, cfg):
+    """Position table [X, D] in cfg.dtype for distances [X]: sines, then cosines, computed wide and rounded once."""
+    # Unlike the original: the table is never dropped out, since masks belong to rows and rows share the table.
+    if cfg.clamp_len > 0:
+        distances = jnp.minimum(distances, cfg.clamp_len)
+    frequencies = 10000.0 ** (-jnp.arange(0, cfg.d_model, 2, wide(cfg)) / cfg.d_model)
+    angles = distances.astype(wide(cfg))[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1).astype(cfg.dtype)
+
+
+def first_visible(fill, T, cfg):
+    """lo [B, T]: query t sees the keys lo <= s <= t + M. Memory's fill and same_length become this one number."""
+    lo = jnp.broadcast_to((cfg.mem_len - fill)[:, None], (len(fill), T))
+    return jnp.maximum(lo, jnp.arange(T)) if cfg.same_length else lo
+
+
+def layer_norm(x, scale, bias):
+    """Layer norm over the last axis, statistics in float32 or wider."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5)
+    return (y * scale + bias).astype(x.dtype)
+
+
+def attention_block(cfg, T):
+    """How many queries at a time chunked attention takes for segments of T; None: dense."""
+    # On a CPU, scores that stay in its cache are worth computing twice.
+    auto = "chunked" if jax.default_backend() == "cpu" or T >= 4 * cfg.attn_block else "dense"
+    return None if (auto if cfg.attention == "auto" else cfg.attention) == "dense" else cfg.attn_block
+
+
+# the parts; p: one layer's parameters in cfg.dtype
+
+
+def norm(x, p, number):
+    return layer_norm(x, p[f"ln{number}_scale"], p[f"ln{number}_bias"])
+
+
+def _heads(x, w, cfg):
+    """x [B, T, D] by w [D, H, K], or by [D, H * K] in reading, -> [B, H, T, K]."""
+    if w.ndim == 3:
+        return jnp.einsum("btd,dhk->bhtk", x, w)
+    # XLA on a CPU would turn the weights of the other form round at every call.
+    return jnp.einsum("btd,dn->btn", x, w).reshape(*x.shape[:2], cfg.n_head, cfg.d_head).swapaxes(1, 2)
+
+
+def queries(x, p, cfg):
+    """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
+    q = _heads(x, p["w_q"], cfg)
+    scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
+    return ((q + p[bias][:, None]) * scale for bias in ("u", "v"))
+
+
+def keys(x, p, cfg):
+    """Keys and values [B, H, S, K] of x [B, S, D]."""
+    return _heads(x, p["w_k"], cfg), _heads(x, p["w_v"], cfg)
+
+
+def attended(x, out, p, cfg, key=None, number=0):
+    """The end of the attention sublayer: x [B, T, D] its input, out [B, H, T, K] -> [B, T, D]."""
+    out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
+    x = x + dropout(out, key, number, 1, cfg)
+    return x if cfg.pre_norm else norm(x, p, 1)
+
+
+def attention_layer(x, mem, lo, key, p, positions, number, cfg):
+    """The attention sublayer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]."""
+    with jax.named_scope("attention"):
+        cat = jnp.concatenate([mem, x], 1)
+        cat = norm(cat, p, 1) if cfg.pre_norm else cat
+        q_u, q_v = queries(cat[:, cfg.mem_len :], p, cfg)
+        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
+        drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
+        window = cfg.mem_len + 1 if cfg.same_length else None
+        block = attention_block(cfg, x.shape[1])
+        out = attention(q_u, q_v, *keys(cat, p, cfg), r, lo, block=block, window=window, drop=drop)
+        return attended(x, out, p, cfg, key, number)
+
+
+def feed_forward(x, key, p, number, cfg):
+    """The feed-forward sublayer: x [B, T, D] -> [B, T, D]."""
+    with jax.named_scope("feed_forward"):
+        y = (norm(x, p, 2) if cfg.pre_norm else x).reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
+        y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"])
+        y = dropout(y.reshape(*x.shape[:2], cfg.d_inner), key, number, 2, cfg).reshape(y.shape)
+        y = (jnp.einsum("nf,fd->nd", y, p["w_2"]) + p["b_2"]).reshape(x.shape)
+        x = x + dropout(y, key, number, 3, cfg)
+        return x if cfg.pre_norm else norm(x, p, 2)
