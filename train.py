@@ -37,7 +37,7 @@ LEAST = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Run:
-    data: str = ""  # text file, folder of train.txt valid.txt test.txt, prepared folder; none: Python's own source
+    data: str = ""  # text file, folder of train.txt valid.txt test.txt, prepared folder or NAME; none: Python's source
     tokenizer: str = ""  # byte, char or word; none: byte, or what the data was prepared with
     out: str = ""  # run folder; none: the first free runs/NAME-N
     steps: int = 1500  # optimizer steps

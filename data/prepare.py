@@ -1,9 +1,11 @@
 """Corpora: the built-in one, any text file, a folder of three texts, or a folder of tokens that this script prepared.
 
     python -m data.prepare FILE... --out DIR [--tokenizer byte|char|word] [--min_count N] [--max_size N]
+    python -m data.prepare NAME [--from FILE_OR_DIR_OR_URL] [--out DIR] [--tokenizer ...]
 
 writes {train,valid,test}.bin (ids, little-endian, in the dtype that meta.json names) and meta.json, from files joined
-in the order given and split 90/5/5, or from one folder that holds train.txt, valid.txt, test.txt. It streams.
+in the order given and split 90/5/5, from one folder that holds train.txt, valid.txt, test.txt, or from a standard
+corpus, downloaded or given. It streams.
 """
 
 import argparse
@@ -19,10 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data import corpora
 from data import tokenizer as tok
+from data.corpora import CORPORA, SPLITS
 from data.tokenizer import check_ids
 
-SPLITS = ("train", "valid", "test")
 DTYPES = ("uint8", "uint16", "uint32")
 # What is not plain library code, or differs between installations of one version.
 SKIP_DIRS = frozenset(
@@ -44,7 +47,8 @@ class Corpus(NamedTuple):
 
 def load(path=None, tokenizer=None):
     """The Corpus at `path`: a text file (split 90/5/5 in order), a folder of train.txt, valid.txt, test.txt, a folder
-    made by this script, or, for None, the built-in corpus. The vocabulary is that of the training part.
+    made by this script, the name of a standard corpus (./NAME is a file or folder of that name), or, for None, the
+    built-in corpus. The vocabulary is that of the training part.
     `tokenizer` None is byte for text and, for prepared tokens, the one they were prepared with.
     The same bytes fall into the same split whatever the tokenizer. ValueError, one line, for what cannot be used.
     """
@@ -52,6 +56,10 @@ def load(path=None, tokenizer=None):
         files = builtin_files()
         source = f"standard library of Python {platform.python_version()}, {len(files)} files"
         return _load_text("stdlib", split([builtin_text()]), tokenizer or "byte", source)
+    if str(path) in CORPORA:
+        name, path = path, corpora.FOLDER / path
+        if not os.path.exists(path / "meta.json"):
+            raise ValueError(f"{name}: no {path / 'meta.json'}: run python -m data.prepare {name}")
     path = Path(path)
     if os.path.exists(path / "meta.json"):  # unlike Path.exists, False where a folder may not be entered
         return _load_prepared(path, tokenizer)
@@ -140,7 +148,7 @@ def builtin_text(root=None):
 
 def find_splits(paths):
     """{split: spans} for text files, joined in order, or for one folder of train.txt, valid.txt, test.txt.
-    A span is (file or bytes, start, stop). ValueError, one line, for anything that is no text to learn from.
+    A span is (file, member of a zip or bytes, start, stop). ValueError, one line, for what is no text to learn from.
     """
     if len(paths) == 1 and os.path.isdir(paths[0]):
         folder = Path(paths[0])
@@ -200,7 +208,7 @@ def _len(source):
 def _blocks(spans):
     """Yields the bytes of spans in blocks."""
     for source, start, stop in spans:
-        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as f:
+        with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as f:
             f.seek(start)
             while start < stop:
                 block = f.read(min(tok.BLOCK, stop - start))
@@ -228,10 +236,22 @@ def _n_bytes(splits):
 
 
 def prepare(paths, out, *, tokenizer="byte", min_count=0, max_size=0):
-    """Writes the texts `paths` as a folder of tokens that `load` reads; returns what meta.json holds.
-    meta.json is written last, and an old one removed first: a folder that has it is complete.
+    """Writes the texts `paths` as a folder of tokens that `load` reads; returns what meta.json holds."""
+    return write_tokens(find_splits(paths), out, tokenizer, min_count=min_count, max_size=max_size)
+
+
+def prepare_named(name, out=None, *, place="", tokenizer="", min_count=0, max_size=0):
+    """As `prepare`, for a standard corpus: from the network, or from `place`; see corpora.spans."""
+    source, out = CORPORA[name], Path(out or corpora.FOLDER / name)
+    out.mkdir(parents=True, exist_ok=True)
+    splits = corpora.spans(source, out, place)
+    return write_tokens(splits, out, tokenizer or source.tokenizer, min_count=min_count, max_size=max_size)
+
+
+def write_tokens(splits, out, tokenizer, *, min_count=0, max_size=0):
+    """Writes {split: spans} as tokens and meta.json, and returns what this holds. It is written last, and an old one
+    removed first: a folder that has it is complete.
     """
-    splits = find_splits(paths)
     vocab = tok.build(tokenizer, _blocks(splits["train"]), min_count=min_count, max_size=max_size, what="train split")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -265,21 +285,36 @@ def _write(file, blocks):
 
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m data.prepare", description="Text to tokens.", allow_abbrev=False)
+    names = ", ".join(CORPORA)
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="joined in order and split 90/5/5; or one folder of texts"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help=f"joined in order and split 90/5/5; or one folder of texts; or one of {names}",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write, for train.py --data DIR")
-    parser.add_argument("--tokenizer", choices=tok.KINDS, default="byte", help="default: byte")
+    parser.add_argument("--out", metavar="DIR", help="folder to write, for train.py --data; of a NAME: corpora/NAME")
+    parser.add_argument("--from", dest="place", metavar="FILE_OR_DIR_OR_URL", help="of a NAME: a copy to take instead")
+    parser.add_argument("--tokenizer", choices=tok.KINDS, help="default: byte; of a NAME: what published numbers need")
     parser.add_argument("--min_count", type=int, default=0, help="word: rarer ones become <unk>; default: 0, none")
     parser.add_argument("--max_size", type=int, default=0, help="word: largest vocabulary; default: 0, no limit")
     args = parser.parse_args(argv)
-    options = dict(tokenizer=args.tokenizer, min_count=args.min_count, max_size=args.max_size)
+    named = len(args.files) == 1 and args.files[0] in CORPORA
+    out = args.out or (str(corpora.FOLDER / args.files[0]) if named else None)
+    options = dict(min_count=args.min_count, max_size=args.max_size)
     try:
-        meta = prepare(args.files, args.out, **options)
-    except (OSError, ValueError) as e:
+        if named:
+            meta = prepare_named(args.files[0], out, place=args.place, tokenizer=args.tokenizer, **options)
+        elif args.place or not out:
+            wrong = f"--from {args.place} is for {names}" if args.place else "no --out, want the folder to write"
+            raise ValueError(f"{' '.join(args.files)}: {wrong}: give --out DIR alone")
+        else:
+            meta = prepare(args.files, out, tokenizer=args.tokenizer or "byte", **options)
+    except OSError as e:
+        sys.exit(f"data.prepare: {e.filename or out}: {e.strerror or e}: free space, or give another --out DIR")
+    except ValueError as e:
         sys.exit(f"data.prepare: {e}")
     n_vocab = tok.size(meta.pop("vocab"))
-    print(json.dumps({"out": args.out, "n_vocab": n_vocab, **meta}))
+    print(json.dumps({"out": out, "n_vocab": n_vocab, **meta}))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,10 @@ def build(kind, text, *, min_count=0, max_size=0, what="text"):
 
 def _ranked(counts, min_count, max_size):
     """<eos>, then the words kept and <unk>, by falling count; equal counts by first appearance, as in the original."""
-    words = [(word, n) for word, n in counts.most_common() if word not in (EOS, UNK)]
-    kept = [(word, n) for word, n in words if n >= min_count][: max_size - 2 if max_size else None]
-    n_unk = counts[UNK] + sum(n for _, n in words[len(kept) :])
-    symbols = [word for word, _ in kept]
-    symbols.insert(sum(n > n_unk for _, n in kept), UNK)
+    words = sorted((word for word in counts if word not in (EOS, UNK)), key=counts.get, reverse=True)
+    symbols = [word for word in words if counts[word] >= min_count][: max_size - 2 if max_size else None]
+    n_unk = counts[UNK] + sum(counts[word] for word in words[len(symbols) :])
+    symbols.insert(sum(counts[word] > n_unk for word in symbols), UNK)
     return [EOS, *symbols]
 
 

@@ -1,9 +1,11 @@
 """What tests of the scripts share: calls in process, tiny sizes, checkpoints without training, a count of compiles."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +15,14 @@ import numpy as np
 
 import train
 from data import checkpoint
+from data.corpora import CORPORA, File
 
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
 TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25)
 TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
 WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])
 TEXT = "".join(WORDS[np.random.default_rng(0).integers(0, len(WORDS), 1500)]).encode()
+LINES = b" = A title = \n \n the <unk> cat , the <unk> <unk> dogs . \n" * 40
 COMPILED = []  # grows by one with every program that XLA compiles; jax has no public way to take a listener out again
 
 
@@ -110,3 +114,23 @@ def save_model(folder, cfg, params, vocab, tgt_len=8):
     meta = {"config": asdict(cfg), "vocab": vocab, "run": run | {"versions": {"jax": jax.__version__}}}
     checkpoint.save(folder / "best.npz", train.named({"params": params}), meta)
     return folder
+
+
+def stand_in(name, url=""):
+    """(Source, {name of a file: bytes}): a small corpus in the form of the standard one."""
+    source = CORPORA[name]
+    known = lambda name, data: File(name, len(data), hashlib.sha256(data).hexdigest())
+    line = LINES if source.tokenizer == "word" else TEXT if source.tokenizer == "char" else TEXT + b"\xff\r\n"
+    texts = {text.name: line[7 * i :] for i, text in enumerate(source.texts)}
+    files = texts
+    if source.files != source.texts:
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as z:
+            for text in texts.items():
+                z.writestr(*text)
+        files = {source.files[0].name: packed.getvalue()}
+    sizes = {text.name: text.size for text in source.texts}
+    scale = lambda name, at: at and at * len(texts[name]) // sizes[name]
+    splits = {s: (text, scale(text, a), b and scale(text, b)) for s, (text, a, b) in source.splits.items()}
+    known_files, known_texts = (tuple(known(*item) for item in part.items()) for part in (files, texts))
+    return source._replace(url=url, files=known_files, texts=known_texts, splits=splits), files

@@ -344,6 +344,28 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("kind", ["char", "word"])
+def test_characters_and_words_are_read_in_blocks(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(tok, "BLOCK", 1 << 15)
+    peaks = []
+    for n_blocks in (4, 24):
+        file = write(tmp_path / "big.txt", "the cat — the dog\n".encode() * (n_blocks * tok.BLOCK // 20))
+        tracemalloc.start()
+        try:
+            prepare.prepare([file], tmp_path / "out", tokenizer=kind)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]  # six times the text
+
+
+def test_a_word_that_training_never_saw_is_unk(tmp_path):
+    for s, text in {"train": b"a b\n", "valid": b"zebra b\n", "test": b"b\nzebra"}.items():
+        write(tmp_path / "d" / f"{s}.txt", text)
+    corpus = prepare.load(tmp_path / "d", "word")
+    assert [tok.decode(corpus.vocab, ids) for ids in (corpus.valid, corpus.test)] == [b"<unk> b\n", b"b\n<unk>"]
+
+
 def test_the_locale_changes_nothing_and_the_command_prints_one_json_line(tmp_path):
     file, out = write(tmp_path / "uni.txt", UNI * 20), tmp_path / "out"
     command = [sys.executable, "-m", "data.prepare", str(file), "--out", str(out), "--tokenizer", "char"]

@@ -7,11 +7,12 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
-from runs import TEXT, call
+from runs import TEXT, call, stand_in
 
 import sample
 import train
 from data import prepare
+from data.corpora import CORPORA, FOLDER
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +33,16 @@ def small(words):
     quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
     quick |= dict(batch=1) if "--plan" in words else {}  # nothing to split, fewer settings to compile
     return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
+
+
+def have(name, monkeypatch):
+    """Puts a small stand-in where a standard corpus is downloaded to, so that nothing is asked of the network."""
+    source, files = stand_in(name)
+    monkeypatch.setitem(CORPORA, name, source)
+    for file, data in files.items():
+        path = FOLDER / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 def test_the_two_set_up_commands_stand_there_word_for_word_and_the_gate_runs_the_second():
@@ -55,6 +66,8 @@ def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch, qu
         for name in words:
             if name.endswith(".txt") and not Path(name).exists():
                 Path(name).write_bytes(string.printable.encode() + TEXT)
+        if words[3:] and words[3] in CORPORA:
+            have(words[3], monkeypatch)
         outcome = call(main, *words[3 if words[1] == "-m" else 2 :], **small(words))
         assert outcome.code is None and outcome.out, (command, outcome)
         ran.append(main)
