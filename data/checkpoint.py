@@ -33,6 +33,18 @@ def save(path, state, meta):
         temporary.unlink(missing_ok=True)
 
 
+DAMAGED = (zipfile.BadZipFile, KeyError, EOFError, json.JSONDecodeError, zlib.error, RuntimeError, OSError)
+
+
+def plain(path):
+    """{name: array} of an .npz of anybody's, without unpickling anything; ValueError for a damaged file."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            return {info.filename.removesuffix(".npy"): _array(z, info) for info in z.infolist()}
+    except DAMAGED as e:
+        raise ValueError(f"{path} is damaged, or no .npz of plain arrays ({e}): give another copy") from None
+
+
 def read(path, want=lambda meta: {}):
     """(meta, arrays) of the checkpoint file `path`: those that `want(meta)` names, {key path: shape and dtype}.
 
@@ -53,7 +65,7 @@ def read(path, want=lambda meta: {}):
             if wrong:
                 raise ValueError(f"{path} does not fit: " + "; ".join(sorted(wrong)))
             arrays = {name: _array(z, sizes[name], meta["dtypes"].get(name)) for name in wanted}
-    except (zipfile.BadZipFile, KeyError, EOFError, json.JSONDecodeError, zlib.error, RuntimeError, OSError) as e:
+    except DAMAGED as e:
         raise ValueError(f"{path} is damaged, not ours or not to be read ({e}): give another checkpoint") from None
     return meta, arrays
 

@@ -1,11 +1,25 @@
-"""Transformer-XL weights from elsewhere -> our config and parameters."""
+"""Transformer-XL weights from elsewhere -> our config, parameters, checkpoint.
 
+    python -m data.import_checkpoint SOURCE --vocab FILE [--out DIR] [--layout pytorch|hf --n_head N --mem_len N ...]
+
+SOURCE: a Hugging Face folder, whose config.json says the rest, or a file of named arrays: a state_dict that torch.save
+wrote, a .safetensors, an .npz. The run folder it makes is for sample.py, train.py --init and train.py --eval_only.
+"""
+
+import argparse
+import json
+import math
+import platform
 import re
+import sys
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
 import txl
+from data import checkpoint, flags, foreign, tokenizer
 
 # Old name -> our name; {i} is the number in the old one. Layers' arrays are stacked, linear maps turned round.
 TABLE = {
@@ -166,3 +180,110 @@ def check(params, want):
     if wrong:
         why = "the source is damaged, or n_head, cutoffs or div_val are not its own"
         raise ValueError(f"arrays do not fit the config: {'; '.join(sorted(wrong))}: {why}")
+
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+HF = {"n_head": int, "mem_len": int, "clamp_len": int, "same_length": bool, "pre_lnorm": bool, "cutoffs": list}
+HF |= {"div_val": int}  # what config.json must say
+FIXED = {"attn_type": 0, "layer_norm_epsilon": 1e-5}  # and what it may not say otherwise
+
+
+def read_source(path, given):
+    """(state, options for `convert`) of a Hugging Face folder, or of a file and the options `given`."""
+    path = Path(path)
+    if not path.is_dir():
+        missing = [f"--{name}" for name in ("layout", "n_head", "mem_len") if name not in given]
+        if missing:
+            raise ValueError(f"{path} does not say {', '.join(missing)}: give them (--help has them all)")
+        return foreign.arrays(path), _in_our_terms(given)
+    if given:
+        raise ValueError(f"{path}/config.json says --{', --'.join(given)}: leave it out")
+    names = [name for name in WEIGHTS if (path / name).is_file()]
+    if not names:
+        raise ValueError(f"{path}: no {' or '.join(WEIGHTS)} there: give a Hugging Face folder, or a file of weights")
+    config = _read_config(path / "config.json")
+    given = {name: config[name] for name in HF} | {"layout": "hf", "cutoffs": tuple(config["cutoffs"])}
+    given["pre_norm"] = given.pop("pre_lnorm")
+    return _fill_tied(foreign.arrays(path / names[0]), config), _in_our_terms(given)
+
+
+def _in_our_terms(given):
+    """Options with the source's lengths -> with ours."""
+    # Where the sources' same_length lets a query see mem_len keys, itself among them, ours counts those before it.
+    given = given | {"mem_len": given["mem_len"] - bool(given.get("same_length"))}
+    return given | {"clamp_len": n if (n := given.get("clamp_len", -1)) > 0 else -1}
+
+
+def _read_config(path):
+    try:
+        config = json.loads(path.read_bytes())
+        wrong = [name for name, kind in HF.items() if type(config.get(name)) is not kind]
+        wrong += [] if isinstance(config.get("tie_projs", []), list) else ["tie_projs"]
+        wrong += [name for name, value in FIXED.items() if config.get(name, value) != value]
+    except (OSError, ValueError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{path}: no usable config ({e}): give the folder that save_pretrained made") from None
+    if wrong:
+        found = ", ".join(f"{name} {config.get(name, 'missing')!r}" for name in wrong)
+        raise ValueError(f"{path}: {found}: not a Transformer-XL as published, which is all that can be imported")
+    return config
+
+
+def _fill_tied(state, config):
+    """`state` with the projections that the file leaves out because config.json ties them to the embedding's."""
+    tied = config.get("tie_projs", [False] + [True] * len(config["cutoffs"]))
+    ours = {i: f"transformer.word_emb.emb_projs.{i if config['div_val'] > 1 else 0}" for i, t in enumerate(tied) if t}
+    return {f"crit.out_projs.{i}": state[name] for i, name in ours.items() if name in state} | state
+
+
+def save(folder, cfg, params, vocab, source):
+    """Writes an import as a run's best checkpoint: weights and vocabulary, nothing that a resume could go on from."""
+    known = {"optimizer": "adam", "tgt_len": 64}  # for what reads a run's: evaluation goes in segments of tgt_len
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    run = {"step": 0, "cursor": 0, "flags": known, "corpus": "", "best": None, "versions": versions, "source": source}
+    state = {f"params/{name}": np.asarray(a, np.float32) for name, a in _flat(params).items()}
+    checkpoint.save(folder / "best.npz", state, {"config": asdict(cfg), "vocab": vocab, "run": run})
+
+
+def _arguments(argv):
+    prog = "data.import_checkpoint"
+    parser = argparse.ArgumentParser(f"python -m {prog}", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.error = lambda message: sys.exit(f"{prog}: {message} (see --help)")
+    parser.add_argument("source", metavar="SOURCE", help="Hugging Face folder, or a file of named arrays")
+    text = "the source's vocabulary: our JSON, one symbol a line, or a pickle with idx2sym; byte: ids are bytes"
+    parser.add_argument("--vocab", metavar="FILE", help=text)
+    parser.add_argument("--out", default="", metavar="DIR", help="run folder; default: the first free runs/NAME-N")
+    group = parser.add_argument_group("what a file does not say", argument_default=argparse.SUPPRESS)
+    text = "order of its adaptive softmax's clusters: pytorch for the original, hf for Hugging Face's port"
+    group.add_argument("--layout", choices=("pytorch", "hf"), help=text)
+    group.add_argument("--n_head", type=int, help="heads")
+    text = "tokens it remembers; with --same_length its queries see mem_len keys, themselves one of them"
+    group.add_argument("--mem_len", type=int, help=text)
+    group.add_argument("--clamp_len", type=int, help="distances beyond this count as this; default: no clamp")
+    group.add_argument("--same_length", action="store_true", help="it was evaluated with same_length")
+    group.add_argument("--pre_norm", action="store_true", help="layer norm before each sublayer")
+    group.add_argument("--cutoffs", type=flags.numbers, help="adaptive softmax: 20000,40000,200000; default: none")
+    group.add_argument("--div_val", type=int, help="adaptive softmax: default 1")
+    return vars(parser.parse_args(argv))
+
+
+def main(argv=None):
+    given = _arguments(argv)
+    source, file, out = (given.pop(name) for name in ("source", "vocab", "out"))
+    try:
+        state, options = read_source(source, given)
+        cfg, params = convert(state, **options)
+        if not file:
+            raise ValueError(f"vocab: the source has {cfg.n_token} ids and no symbols: give its --vocab FILE, or byte")
+        vocab = foreign.vocabulary(file)
+        if tokenizer.size(vocab) != cfg.n_token:
+            raise ValueError(f"vocab: {file} has {tokenizer.size(vocab)} symbols, {source} {cfg.n_token}: give its own")
+        folder = checkpoint.new_folder(out, Path(source).resolve().stem)
+        save(folder, cfg, params, vocab, source)
+    except (OSError, ValueError) as e:
+        sys.exit(f"data.import_checkpoint: {e}")
+    n_params = sum(math.prod(a.shape) for a in _flat(params).values())
+    print(json.dumps({"out": str(folder), "n_params": n_params, "config": asdict(cfg)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,25 @@
 """Weights from elsewhere: what the importer infers, and one clear line for all that can be wrong with a source."""
 
 import dataclasses
+import io
+import json
+import pickle
+import sys
+import types
+import zipfile
+from collections import Counter, OrderedDict
 
 import jax
 import numpy as np
 import pytest
 from conftest import REFERENCE, load_reference, make_params, part, worst
+from runs import call, refused
 
+import sample
+import train
 import txl
+from data import foreign as foreign_files
+from data import import_checkpoint, tokenizer
 from data.import_checkpoint import convert
 
 CFG = txl.Config(
@@ -246,3 +258,223 @@ def test_an_option_that_does_not_fit_the_source_is_refused_in_one_line(option, m
     with pytest.raises(ValueError) as e:
         convert(foreign(make_params(CFG), CFG), **OPTIONS | option)
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+# the command
+
+WORDS = ["<eos>", "the", "<unk>", *(f"w{i}" for i in range(26))]
+FILE = dict(layout="hf", n_head=3, mem_len=4, cutoffs="6,17", div_val=2)
+CONFIG = dict(
+    model_type="transfo-xl", n_head=3, mem_len=5, clamp_len=1000, same_length=True, pre_lnorm=False, div_val=2
+)
+CONFIG |= dict(cutoffs=[6, 17], tie_projs=[True, False, True], layer_norm_epsilon=1e-5, attn_type=0)
+STATE = foreign(make_params(CFG), CFG)
+
+
+def safetensors(state, **about):
+    """The bytes of a .safetensors file."""
+    head, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, array in state.items():
+        kind = {"float32": "F32", "float64": "F64", "float16": "F16", "uint16": "BF16"}[array.dtype.name]
+        span = {"data_offsets": [len(data), len(data) + array.nbytes]}
+        head[name] = {"dtype": kind, "shape": array.shape} | span | about
+        data += array.tobytes()
+    head = json.dumps(head).encode()
+    return len(head).to_bytes(8, "little") + head + data
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current folder with a vocabulary, and what may be imported from: a file and a Hugging Face folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    np.savez("model.npz", **STATE)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "hf" / "model.safetensors").write_bytes(safetensors(STATE))
+    return tmp_path
+
+
+def imported(source, **flags):
+    outcome = call(import_checkpoint.main, source, **dict(vocab="vocab.txt", out="run") | flags)
+    assert outcome.code is None, outcome
+    assert json.loads(outcome.out)["out"] == flags.get("out", "run")
+    return train.load("run")
+
+
+def not_imported(source, *words, **flags):
+    flags = {name: value for name, value in (dict(vocab="vocab.txt", out="run") | flags).items() if value}
+    refused(call(import_checkpoint.main, source, **flags), "data.import_checkpoint: ", *words)
+
+
+def test_an_import_is_sampled_evaluated_and_fine_tuned_and_never_resumed(here, quick_compiles):
+    found = imported("model.npz", **FILE)
+    assert found.cfg == CFG and found.vocab == {"kind": "word", "symbols": WORDS}
+    assert worst(found.params, make_params(CFG)) == 0
+    (here / "text.txt").write_text("the w1 w2 w25\n w7 w8 w3 other w9\n" * 30)
+    written = call(sample.main, run="run", prompt="the w1 unheard\n", n_tokens=6, json=True)
+    assert len(written.entries()[0]["ids"]) == 6
+    same = dict(data="text.txt", tgt_len=3, eval_batch=3, json=True, devices=1)
+    judged = call(train.main, eval_only=True, run="run", split="train", **same)
+    assert judged.entries()[0]["step"] == 0 and np.isfinite(judged.entries()[0]["loss_nats"])
+    flags = same | dict(steps=1, batch=2)
+    refused(call(train.main, resume="run", **flags), "was trained on other data", "--init run")
+    refused(call(train.main, init="run", n_layer=3, **flags), "n_layer: checkpoint 2, asked 3")
+    tuned = call(train.main, init="run", out="tuned", lr=1e-9, **flags)
+    assert tuned.code is None and tuned.entries()[0]["step"] == 1
+    assert worst(train.load("tuned").params, found.params) < 1e-6
+
+
+def test_a_hugging_face_folder_says_all_but_its_vocabulary(here):
+    found = imported("hf")
+    assert found.cfg == variant(same_length=True, clamp_len=1000)  # it sees mem_len keys, the query's own among them
+    assert worst(found.params, make_params(CFG)) == 0
+
+
+def test_safetensors_may_leave_out_tied_projections_that_the_config_names_and_no_others(here):
+    (here / "hf" / "model.safetensors").write_bytes(safetensors(without("out_projs.0", "out_projs.2")(STATE)))
+    assert worst(imported("hf").params, make_params(CFG)) == 0
+    (here / "hf" / "config.json").write_text(json.dumps(CONFIG | {"tie_projs": [True, False, False]}))
+    not_imported("hf", "out_proj_2 missing", out="other")
+
+
+def test_weights_of_other_precisions_become_float32(here):
+    halves = {name: (a.view(np.uint32) >> 16).astype(np.uint16) for name, a in STATE.items() if a.dtype == np.float32}
+    cut = {name: (a.astype(np.uint32) << 16).view(np.float32) for name, a in halves.items()}
+    want = convert(STATE | cut, **OPTIONS)[1]
+    (here / "hf" / "model.safetensors").write_bytes(safetensors(STATE | halves))
+    found = imported("hf").params
+    assert worst(found, want) == 0 and {a.dtype.name for a in jax.tree.leaves(found)} == {"float32"}
+    np.savez("model.npz", **{name: a.astype(np.float64) for name, a in STATE.items()})
+    found = imported("model.npz", out="again", **FILE) and train.load("again").params
+    assert worst(found, make_params(CFG)) == 0 and {a.dtype.name for a in jax.tree.leaves(found)} == {"float32"}
+
+
+SPOILT = {
+    "no such file": (lambda p: (p / "model.npz").unlink(), "model.npz", FILE, ["model.npz: no such file"]),
+    "no layout": (None, "model.npz", dict(n_head=3), ["model.npz does not say --layout, --mem_len"]),
+    "an unknown layout": (None, "model.npz", FILE | dict(layout="tf"), ["--layout", "'tf'"]),
+    "a flag for a folder": (None, "hf", dict(n_head=3), ["config.json says --n_head: leave it out"]),
+    "no weights": (lambda p: (p / "hf/model.safetensors").unlink(), "hf", {}, ["no model.safetensors or pytorch_m"]),
+    "no config": (lambda p: (p / "hf/config.json").unlink(), "hf", {}, ["config.json: no usable config"]),
+    "a broken config": (lambda p: (p / "hf/config.json").write_text("{"), "hf", {}, ["config.json: no usable config"]),
+    "a config of another kind": (
+        lambda p: (p / "hf/config.json").write_text(json.dumps({"n_head": "3", "tie_projs": 1, "attn_type": 2})),
+        "hf", {}, ["n_head '3', mem_len 'missing'", "tie_projs 1, attn_type 2: not a Transformer-XL"],
+    ),
+    "a damaged .npz": (lambda p: (p / "model.npz").write_bytes(b"PK5"), "model.npz", FILE, ["model.npz is damaged"]),
+    "a cut .safetensors": (
+        lambda p: (p / "hf/model.safetensors").write_bytes(safetensors(STATE)[:-4]), "hf", {}, ["rs is damaged"]
+    ),
+    "a .safetensors that is none": (
+        lambda p: (p / "hf/model.safetensors").write_bytes(b"\xff" * 99), "hf", {}, ["safetensors is damaged"]
+    ),
+    "a .safetensors of integers": (
+        lambda p: (p / "hf/model.safetensors").write_bytes(safetensors(STATE, dtype="I32")), "hf", {}, ["than floats"]
+    ),
+    "not the source's sizes": (None, "model.npz", FILE | dict(n_head=5), ["u is (2, 3, 5), wanted (2, 5, 3)"]),
+    "no vocabulary": (None, "model.npz", FILE | dict(vocab=""), ["29 ids", "--vocab FILE"]),
+    "another vocabulary": (
+        lambda p: (p / "vocab.txt").write_text("\n".join(WORDS[:28])), "hf", {}, ["vocab.txt has 28 symbols, hf 29"]
+    ),
+    "bytes": (None, "hf", dict(vocab="byte"), ["byte has 256 symbols, hf 29"]),
+    "a vocabulary that is not there": (None, "hf", dict(vocab="none.txt"), ["none.txt"]),
+    "a folder of a run": (lambda p: (p / "best.npz").touch(), "hf", dict(out="."), ["holds a run"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil, source, flags, words", SPOILT.values(), ids=SPOILT.keys())
+def test_what_cannot_be_imported_is_refused_in_one_line_and_leaves_nothing(spoil, source, flags, words, here):
+    if spoil:
+        spoil(here)
+    not_imported(source, *words, **flags)
+    assert not (here / "run").exists()
+
+
+class Bomb:
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
+
+
+def test_a_pickle_for_weights_is_never_run_and_a_whole_module_is_told_what_to_save(here, monkeypatch):
+    np.savez("model.npz", **STATE | {"crit.cluster_bias": np.array([Bomb()], object)})
+    not_imported("model.npz", "model.npz is damaged, or no .npz of plain arrays", **FILE)
+    (here / "model.pt").write_bytes(pickle.dumps(Bomb()))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    not_imported("model.pt", "pip install torch", **FILE)
+
+    def load(path, map_location, weights_only):
+        assert weights_only is True
+        raise RuntimeError("Weights only load failed.\nDo this\nor that")
+
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(load=load))
+    not_imported("model.pt", "(RuntimeError: Weights only load failed)", "state_dict(), 'state.pt')", **FILE)
+    assert not (here / "exploded").exists()
+
+
+# vocabularies
+
+SYMBOLS = ["<eos>", "ä", "<unk>", "naïve", "–"]
+OURS = {"kind": "word", "symbols": SYMBOLS}
+HELD = {"counter": Counter(SYMBOLS), "special": ["<eos>"], "min_freq": 0, "max_size": None, "lower_case": True}
+HELD |= {"delimiter": None, "x": (1, 2.5, ("a", -70000, 2**40), ()), "idx2sym": SYMBOLS}
+HELD |= {"sym2idx": OrderedDict((s, i) for i, s in enumerate(SYMBOLS)), "unk_idx": 2}
+
+
+def zipped(data):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as z:
+        z.writestr("vocab/data.pkl", data)
+    return file.getvalue()
+
+
+VOCABS = {
+    "a text": ("v.txt", "\n".join(SYMBOLS).encode()),
+    "a text with CRLF": ("v", ("\r\n".join(SYMBOLS) + "\r\n").encode()),
+    "our JSON": ("v.json", json.dumps(OURS).encode()),
+    "our meta.json": ("meta.json", json.dumps({"vocab": OURS, "dtype": "uint8"}).encode()),
+    **{f"a pickle, protocol {n}": ("vocab.pkl", pickle.dumps(HELD, n)) for n in (2, 3, 4, 5)},
+    "torch.save": ("vocab.bin", zipped(pickle.dumps(HELD, 2))),
+    "torch.save of old": ("vocab.bin", b"".join(pickle.dumps(x, 2) for x in (2**77 + 1, 1001, {"x": 2}, HELD, []))),
+    "ids alone": ("vocab.pkl", pickle.dumps({"sym2idx": dict(list(HELD["sym2idx"].items())[::-1]), "idx2sym": []})),
+    "UTF-8 read as Latin-1": ("vocab.pkl", pickle.dumps({"idx2sym": [s.encode().decode("latin-1") for s in SYMBOLS]})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, data", VOCABS.values(), ids=VOCABS.keys())
+def test_a_vocabulary_is_read_in_the_order_of_its_ids_from(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    assert foreign_files.vocabulary(tmp_path / name) == OURS
+
+
+def test_single_characters_are_a_char_vocabulary_and_bytes_are_asked_for_by_name(tmp_path):
+    (tmp_path / "v.txt").write_text("b\na\n \n")
+    assert foreign_files.vocabulary(tmp_path / "v.txt") == {"kind": "char", "symbols": ["b", "a", " "]}
+    assert tokenizer.size(foreign_files.vocabulary("byte")) == 256
+
+
+MEAN = {
+    "a bomb": ("v.pkl", pickle.dumps(HELD | {"x": Bomb()}), "io.open"),
+    "a bomb in the oldest kind of pickle": ("v.pkl", b"\x80\x02" + pickle.dumps(Bomb(), 0), "io.open"),
+    "a bomb in what torch saved": ("v.bin", zipped(pickle.dumps({"idx2sym": Bomb()}, 2)), "io.open"),
+    "a class by its old opcode": ("v.pkl", b"\x80\x02(S'x'\nios\nsystem\n.", "it has the opcode INST"),
+    "an object of its own": ("v.pkl", pickle.dumps({"idx2sym": np.ones(2)}), "it names numpy."),
+    "numbers": ("v.pkl", pickle.dumps([1, 2]), "v.pkl is no pickle of plain containers with idx2sym or sym2idx"),
+    "a cut pickle": ("v.pkl", pickle.dumps(HELD)[:-9], "v.pkl is no pickle"),
+    "a call of what is no class": ("v.pkl", b"\x80\x02K\x01)R.", "it names 1.()"),
+    "an empty stack": ("v.pkl", b"\x80\x02\x85.", "v.pkl is no pickle"),
+    "another zip": ("v.bin", zipped(b"")[:-30], "v.bin is no pickle"),
+    "ids that do not agree": ("v.pkl", pickle.dumps(HELD | {"idx2sym": SYMBOLS[::-1]}), "do not agree on ids"),
+    "no text": ("v.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
+    "no JSON": ("v.json", b"{", "v.json is no JSON"),
+    "JSON of another kind": ("v.json", b'{"vocab": [1]}', "v.json: vocabulary of kind '[1]'"),
+    "words without <unk>": ("v.txt", b"<eos>\nthe", "word vocabulary of 2 without <eos> and <unk>"),
+    "counts beside words": ("v.txt", b"<eos> 12\n<unk> 7", "v.txt: word vocabulary with the symbol '<eos> 12'"),
+}
+
+
+@pytest.mark.parametrize("name, data, message", MEAN.values(), ids=MEAN.keys())
+def test_what_is_no_plain_vocabulary_is_refused_in_one_line_and_nothing_in_it_run(name, data, message, here):
+    (here / name).write_bytes(data)
+    not_imported("hf", message, vocab=name)
+    assert not (here / "exploded").exists() and not (here / "run").exists()

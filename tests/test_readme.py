@@ -1,5 +1,7 @@
 """The README's commands work: each is run in its order, made small by flags put after its own."""
 
+import json
+import pickle
 import re
 import shlex
 import string
@@ -7,11 +9,14 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from conftest import make_params
 from runs import TEXT, call, stand_in
+from test_import import CONFIG, foreign, safetensors
 
 import sample
 import train
-from data import prepare
+import txl
+from data import import_checkpoint, prepare
 from data.corpora import CORPORA, FOLDER
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +25,7 @@ BLOCKS = [block.replace("\\\n", " ").splitlines() for block in re.findall(r"^```
 LINES = [line for block in BLOCKS for line in block]
 COMMANDS = [part for line in LINES if re.match("python |pip ", line) for part in line.split(" && ")]
 MAINS = {"python train.py": train.main, "python sample.py": sample.main, "python -m data.prepare": prepare.main}
+MAINS |= {"python -m data.import_checkpoint": import_checkpoint.main}
 SIZES = dict(n_layer=1, n_head=2, d_model=8, d_head=3, d_inner=12, mem_len=5, tgt_len=16, batch=2, devices=1)
 
 
@@ -45,6 +51,18 @@ def have(name, monkeypatch):
         path.write_bytes(data)
 
 
+def published(folder):
+    """The published model's folder in the sizes of `small`, its weights in the format that needs no torch."""
+    sizes = {name: n for name, n in SIZES.items() if name not in ("tgt_len", "batch", "devices")}
+    cfg = txl.Config(n_token=23, cutoffs=(6, 17), div_val=2, tie_projs=(False, True, True), untie_r=True, **sizes)
+    folder.mkdir()
+    state = foreign(make_params(cfg, scale=0.1), cfg)
+    (folder / "model.safetensors").write_bytes(safetensors(state))
+    config = CONFIG | {"n_head": cfg.n_head, "mem_len": cfg.mem_len + 1, "tie_projs": cfg.tie_projs}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "vocab.bin").write_bytes(pickle.dumps({"idx2sym": ["<eos>", "<unk>", *string.ascii_letters[:21]]}))
+
+
 def test_the_two_set_up_commands_stand_there_word_for_word_and_the_gate_runs_the_second():
     assert "pip install -r requirements.txt && python train.py" in LINES
     assert "pip install -r requirements.txt && python -m pytest" in LINES
@@ -54,6 +72,7 @@ def test_the_two_set_up_commands_stand_there_word_for_word_and_the_gate_runs_the
 
 def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch, quick_compiles):
     monkeypatch.chdir(tmp_path)
+    published(tmp_path / "transfo-xl-wt103")
     ran = []
     for command in COMMANDS:
         words = shlex.split(command, comments=True)
