@@ -1,0 +1,288 @@
+"""Scoring: the numbers of the training forward, fresh memory, what is printed and written, the page."""
+
+import json
+import math
+import sys
+from functools import partial
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_ids, make_params
+from runs import COMPILED, call, refused, save_model
+
+import scoring
+import train
+import txl
+from data import tokenizer
+
+BYTE = {"kind": "byte"}
+CHAR = {"kind": "char", "symbols": ["a", "b", "c", "é", "\U0001f600"]}
+WORD = {"kind": "word", "symbols": ["<eos>", "the", "cat", "<unk>", "sat"]}
+SIZES = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=11)
+PLAIN = txl.Config(**SIZES, same_length=True)
+ADAPTIVE = txl.Config(**SIZES, n_token=37, cutoffs=(5, 18), div_val=2, clamp_len=7)  # later queries see further
+TEXT = "a <b>&amp;\t\"é\"</b> \U0001f600\r\n\x00'x'\n".encode() + b"\xc3(\xff\n"
+
+
+def model(folder, vocab=BYTE, change=lambda params: None):
+    cfg = txl.Config(**SIZES, same_length=True, n_token=tokenizer.size(vocab))
+    params = make_params(cfg)
+    change(params)
+    return save_model(folder, cfg, params, vocab)
+
+
+@pytest.fixture(scope="module")
+def byte(tmp_path_factory):
+    return model(tmp_path_factory.mktemp("byte") / "run")
+
+
+def files(folder, *texts):
+    """The paths of new files that hold texts."""
+    paths = [folder / f"{i}.txt" for i in range(len(texts))]
+    for path, text in zip(paths, texts):
+        path.write_bytes(text)
+    return paths
+
+
+def scored(run, *paths, json=True, **outputs):
+    """The Outcome of scoring files."""
+    opts = dict(score=tuple(map(str, paths)), per_token="", html="", json=json)
+    opts = SimpleNamespace(**opts | {name: str(path) for name, path in outputs.items()})
+
+    def main(_):
+        try:
+            for line in scoring.report(opts, train.load(run)):
+                print(line)
+        except (ValueError, OSError) as e:
+            sys.exit(f"sample.py: {e}")
+
+    return call(main)
+
+
+def tokens(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# the numbers
+
+
+@partial(jax.jit, static_argnums=4)
+def forward(params, ids, targets, mems, cfg):
+    nats, _ = txl.token_losses(params, ids, targets, mems, cfg)
+    hidden, mems = txl.forward(params, ids, mems, cfg)
+    return nats[0], txl.logits(params, hidden, cfg)[0], mems
+
+
+def expected(params, ids, start, cfg, segment):
+    """(log-probabilities, ranks) by the training forward, memory carried from none; ranks by sorting."""
+    n, mems, nats, ranks = len(ids), txl.init_mems(cfg, 1), [], []
+    given, targets = (np.pad(a, (0, -n % segment)).reshape(-1, 1, segment) for a in (np.r_[start, ids[:-1]], ids))
+    for x, y in zip(given, targets):
+        found, logits, mems = forward(params, x, y, mems, cfg)
+        order = np.argsort(-np.asarray(logits), 1)
+        nats.append(found)
+        ranks.append((order == y[0][:, None]).argmax(1) + 1)
+    return -np.concatenate(nats)[:n], np.concatenate(ranks)[:n]
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, ADAPTIVE], ids=["plain", "adaptive"])
+def test_scores_are_those_of_the_training_forward_from_empty_memory_and_lengths_compile_nothing(cfg):
+    params = jax.device_put(make_params(cfg))
+    scoring.score(params, make_ids(cfg, 3), 4, cfg, 8)
+    compiled = len(COMPILED)
+    found = {n: scoring.score(params, make_ids(cfg, n), 4, cfg, 8) for n in (1, 2, 37, 0)}
+    assert len(COMPILED) == compiled
+    assert [len(a) for a in found.pop(0)] == [0, 0]
+    for n, (logprobs, ranks) in found.items():
+        want, order = expected(params, make_ids(cfg, n), 4, cfg, 8)
+        np.testing.assert_allclose(logprobs, want, atol=1e-4)  # rounding of two float32 paths
+        assert (ranks == order).all() and logprobs.dtype == np.float32 and (logprobs <= 0).all()
+
+
+def test_the_end_of_a_hundred_thousand_tokens_is_scored_as_the_training_forward_does():
+    params, ids = jax.device_put(make_params(PLAIN)), make_ids(PLAIN, 100_000)
+    logprobs, ranks = scoring.score(params, ids, 4, PLAIN, 64)
+    want, order = expected(params, ids[-85:], ids[-86], PLAIN, 8)
+    seen = 60  # 2 layers of 11 tokens before it: the last 60 know nothing of what is more than 85 back
+    np.testing.assert_allclose(logprobs[-seen:], want[-seen:], atol=1e-4)
+    assert (ranks[-seen:] == order[-seen:]).all() and (logprobs <= 0).all() and (ranks > 0).all()
+
+
+def test_with_same_length_the_segment_does_not_matter():
+    params, ids = jax.device_put(make_params(PLAIN)), make_ids(PLAIN, 37)
+    one, other = (scoring.score(params, ids, 4, PLAIN, segment) for segment in (1, 15))
+    np.testing.assert_allclose(one[0], other[0], atol=1e-4)
+    assert (one[1] == other[1]).all()
+
+
+def test_tokens_as_likely_as_each_other_share_the_better_rank():
+    params = jax.tree.map(np.zeros_like, make_params(PLAIN))
+    params["out_bias_0"][:3] = 1, 2, 1
+    logprobs, ranks = scoring.score(params, np.array([2, 1, 0, 200, 3]), 4, PLAIN, 8)
+    assert ranks.tolist() == [2, 1, 2, 4, 4]
+    total = 2 * math.e + math.e**2 + 253
+    np.testing.assert_allclose(np.exp(logprobs) * total, [math.e, math.e**2, math.e, 1, 1], rtol=1e-5)
+
+
+def test_a_file_scores_the_same_alone_and_after_anything_and_the_first_token_follows_a_newline(byte, tmp_path):
+    paths = files(tmp_path, b"q", b"xy", TEXT + b"more")
+    alone = []
+    for path in paths:
+        entry, total = scored(byte, path, per_token=tmp_path / "t").entries()
+        assert total == {"files": 1} | {name: entry[name] for name in entry if name != "file"}
+        alone.append((entry, tokens(tmp_path / "t")))
+    for order in ([2, 1, 0], [0, 2, 1, 2]):
+        *entries, _ = scored(byte, *(paths[i] for i in order), per_token=tmp_path / "t").entries()
+        assert entries == [alone[i][0] for i in order]
+        assert tokens(tmp_path / "t") == [token for i in order for token in alone[i][1]]
+    want, _ = expected(make_params(PLAIN), np.array([ord("q")]), ord("\n"), PLAIN, 8)
+    assert alone[0][1][0]["logprob"] == pytest.approx(want[0], abs=1e-4)
+
+
+def test_sums_are_over_tokens_and_bytes_of_all_files_and_those_of_the_token_lines(tmp_path):
+    paths = files(tmp_path, b"the  cat\tsat\n", b"dog", b"\n\nthe")
+    run = model(tmp_path / "run", WORD)
+    outcome = scored(run, *paths, per_token=tmp_path / "t")
+    lines, (*entries, total) = tokens(tmp_path / "t"), outcome.entries()
+    assert [line["token"] for line in lines] == ["the", "cat", "sat", "<eos>", "<unk>", "<eos>", "<eos>", "the"]
+    assert [line["id"] for line in lines] == [1, 2, 4, 0, 3, 0, 0, 1]
+    assert all(line.keys() == {"token", "id", "logprob", "rank"} and 1 <= line["rank"] <= 5 for line in lines)
+    for entry, part in zip([*entries, total], (lines[:4], lines[4:5], lines[5:], lines)):
+        nats = -sum(line["logprob"] for line in part)
+        assert entry["tokens"] == len(part)
+        assert entry["loss_nats"] == pytest.approx(nats / len(part), rel=1e-7)  # float32 digits
+        assert entry["bpb"] == pytest.approx(nats / math.log(2) / entry["bytes"])
+        assert entry["ppl"] == pytest.approx(math.exp(nats / len(part)))
+    assert [entry["bytes"] for entry in (*entries, total)] == [13, 3, 5, 21]
+    assert [entry["file"] for entry in entries] == [str(path) for path in paths] and total["files"] == 3
+    plain = scored(run, *paths, json=False).out.splitlines()
+    assert [line.partition(": ")[0] for line in plain] == [*map(str, paths), "total"]
+    assert f"{total['loss_nats']:.4f} nats per token, {total['bpb']:.4f} bits per byte" in plain[-1]
+    assert f"perplexity {total['ppl']:.4g}, 8 tokens, 21 bytes" in plain[-1] and "1 token, 3 bytes" in plain[1]
+
+
+def test_a_byte_that_is_no_character_is_written_as_an_escape(byte, tmp_path):
+    scored(byte, *files(tmp_path, b"A\xc3\xa9\n\x00"), per_token=tmp_path / "t")
+    assert [line["token"] for line in tokens(tmp_path / "t")] == ["A", "\\xc3", "\\xa9", "\n", "\0"]
+
+
+# the page
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.shown, self.rest, self.pieces = [], "", "", []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        assert not {"src", "href"} & dict(attrs).keys()
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "i" and "pre" in self.open:
+            self.pieces.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "pre" not in self.open:
+            self.rest += data
+            return
+        self.shown += data
+        if self.open[-1] == "i":
+            self.pieces[-1] = (self.pieces[-1][0], self.pieces[-1][1] + data)
+
+
+def bits(piece):
+    return float(piece[0]["data-s"].split()[0])
+
+
+def test_the_page_holds_every_character_once_in_order_with_the_bits_of_its_bytes(byte, tmp_path):
+    (path,) = files(tmp_path, TEXT + b"line <i>\n" * 700)
+    entry, _ = scored(byte, path, html=tmp_path / "p.html", per_token=tmp_path / "t").entries()
+    text = (tmp_path / "p.html").read_bytes().decode()
+    page, lines = Page(text), tokens(tmp_path / "t")
+    assert not page.open and "http" not in text and text.count("<pre>") == 3
+    # of control characters the page shows pictures, and of bytes that are no text escapes
+    shown = "a <b>&amp;\t\"é\"</b> \U0001f600\u240d\n\u2400'x'\n\\xc3(\\xff\n" + "line <i>\n" * 700
+    assert page.shown == shown == "".join(text for _, text in page.pieces)
+    nats = [-line["logprob"] for line in lines]
+    at = TEXT.index("\U0001f600".encode())
+    (face,) = [piece for piece in page.pieces if piece[1] == "\U0001f600"]
+    assert bits(face) == pytest.approx(sum(nats[at : at + 4]) / math.log(2), abs=0.006)  # printed with two digits
+    ranks = ", ".join(str(line["rank"]) for line in lines[at : at + 4])
+    assert face[0]["data-s"].endswith(f" · rank {ranks}") and face[0]["class"] == "b12"
+    assert page.pieces[0][0]["class"] == f"b{min(int(nats[0] / math.log(2)), 12)}"
+    assert sum(map(bits, page.pieces)) == pytest.approx(sum(nats) / math.log(2), abs=0.005 * len(nats))
+    for word in (str(path), f"{entry['loss_nats']:.4f} nats", f"{entry['bpb']:.4f} bits", "best.npz, step 5", "12+"):
+        assert word in page.rest
+
+
+def test_the_page_of_words_keeps_white_space_and_a_page_of_characters_its_characters(tmp_path):
+    text = b" the  <cat>\t\nsat the \r\n"
+    scored(model(tmp_path / "w", WORD), *files(tmp_path, text), html=tmp_path / "p.html")
+    page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
+    assert page.shown == text.decode().replace("\r", "\u240d")
+    assert [piece for _, piece in page.pieces] == ["the", "<cat>", "\n", "sat", "the", "\n"]
+    assert "24+" in page.rest
+    text = "abcé\U0001f600ba".encode()
+    scored(model(tmp_path / "c", CHAR), *files(tmp_path, text, b"cab"), html=tmp_path / "p.html")
+    page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
+    assert [piece for _, piece in page.pieces] == list(text.decode() + "cab")
+    assert "total" in page.rest and "10 tokens · 14 bytes" in page.rest
+
+
+# what goes wrong
+
+
+def test_a_bad_file_or_path_is_one_line_and_nothing_is_scored_or_written(byte, tmp_path):
+    good, empty, spaces = files(tmp_path, b"abc", b"", b" \t ")
+    char, word = model(tmp_path / "c", CHAR), model(tmp_path / "w", WORD)
+    before = sorted(tmp_path.iterdir())
+    for run, bad, words in (
+        (byte, tmp_path / "none.txt", ["none.txt", "No such file"]),
+        (byte, tmp_path, ["Is a directory"]),
+        (byte, empty, ["holds no token"]),
+        (word, spaces, ["holds no token"]),
+        (char, spaces, ["'", "character index 0", "--tokenizer byte"]),
+    ):
+        outcome = scored(run, good, bad, per_token=tmp_path / "t", html=tmp_path / "h")
+        refused(outcome, bad, *words)
+        assert not outcome.out
+    for name in ("per_token", "html"):
+        refused(scored(byte, good, **{name: tmp_path / "none" / "t"}), name, "none/t", "folder does not exist")
+        refused(scored(byte, good, **{name: tmp_path}), name, "is no file")
+        refused(scored(byte, empty, good, **{name: good}), name, "would overwrite")
+    refused(scored(byte, good, per_token=tmp_path / "t", html=tmp_path / "t"), "per_token and html would overwrite")
+    assert sorted(tmp_path.iterdir()) == before and good.read_bytes() == b"abc"
+
+
+def test_an_id_outside_of_the_model_and_logits_that_are_not_finite_are_named(tmp_path):
+    def spoil(params):
+        params["embed_0"][ord("c")] = np.inf
+
+    outcome = scored(model(tmp_path / "run", change=spoil), *files(tmp_path, b"abababababcab"), html=tmp_path / "h")
+    refused(outcome, "not finite", "token 1")  # the tied table is the output's too
+    assert not (tmp_path / "h").exists()
+    small = txl.Config(**SIZES, n_token=100)
+    run = save_model(tmp_path / "small", small, make_params(small), BYTE)
+    refused(scored(run, *files(tmp_path, b"abz")), "largest id 122")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+    def parts():
+        yield "new"
+        raise OSError("full")
+
+    (tmp_path / "p").write_text("old")
+    (tmp_path / "link").symlink_to("p")
+    with pytest.raises(OSError, match="full"):
+        scoring.write_whole(tmp_path / "link", parts())
+    assert (tmp_path / "p").read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+    scoring.write_whole(tmp_path / "link", ["new", "\n"])
+    assert (tmp_path / "p").read_bytes() == b"new\n" and (tmp_path / "link").is_symlink()
