@@ -50,7 +50,7 @@ def out_proj_name(cfg, i):
 
 def embed(params, ids, cfg):
     """Scaled embeddings [B, T, D] in cfg.dtype of ids [B, T]."""
-    x = 0
+    x, ids = 0, ids.astype(jnp.int32)  # in uint8, 256 would be 0
     for i, start in {part.table: part.start - part.rows.start for part in clusters(cfg)}.items():
         table = params[f"embed_{i}"]
         rows = table[jnp.clip(ids - start, 0, len(table) - 1)].astype(cfg.dtype)

@@ -19,6 +19,7 @@ import numpy as np
 
 import txl
 from data import tokenizer
+from embedding import wide
 
 
 class Scored(NamedTuple):
@@ -44,7 +45,7 @@ def score(params, ids, start, cfg, segment):
     ids[0] is predicted from the id `start` and empty memory. `segment` tokens are read at a time, as in evaluation;
     with same_length their number does not matter. ValueError where logits are not finite.
     """
-    logprobs, ranks = np.empty(len(ids), txl.wide(cfg)), np.empty(len(ids), np.int32)
+    logprobs, ranks = np.empty(len(ids), wide(cfg)), np.empty(len(ids), np.int32)
     cache = jax.jit(txl.init_cache, static_argnums=(1, 2))(params, cfg, 1)
     for at in range(0, len(ids), segment):
         targets = ids[at : at + segment]
@@ -235,9 +236,12 @@ def report(opts, model):
     model: what train.load returns. Writes opts.per_token and opts.html before the last line. ValueError, before
     anything is scored, for a text or a path that is no good.
     """
-    cfg, params, vocab, run = model
     check_outputs(opts)
-    texts = [read(path, vocab, cfg) for path in opts.score]
+    return _report(opts, model, [read(path, model.vocab, model.cfg) for path in opts.score])
+
+
+def _report(opts, model, texts):
+    cfg, params, vocab, run = model
     params, files = jax.tree.map(jnp.asarray, params), []
     start = tokenizer.encode(vocab, tokenizer.default_prompt(vocab))
     start = int(tokenizer.check_ids(start, cfg.n_token, "the vocabulary")[0])

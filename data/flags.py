@@ -23,6 +23,7 @@ def numbers(text):
 
 
 KINDS = {int: (int, "whole number"), float: (finite, "number"), str: (str, "text"), tuple: (numbers, "numbers 1,2,...")}
+KINDS |= {int | str: (str, "text"), tuple[str, ...]: (str, "text")}  # the latter may be given several times
 
 
 @cache
@@ -39,17 +40,18 @@ def parse(argv, prog, about, groups, epilog=None):
     for title, cls in groups.items():
         group = parser.add_argument_group(title)
         for f in fields(cls):
-            kind, shown = type(f.default), f.default if f.default not in ("", ()) else "none"
+            kind, shown = f.type, f.default if f.default not in ("", ()) else "none"
             text = f"{comments(cls)[f.name]} (default: {shown})".replace("%", "%%")
             if kind is bool:
                 action = argparse.BooleanOptionalAction
                 group.add_argument(f"--{f.name}", action=action, default=argparse.SUPPRESS, help=text)
             else:
                 convert, word = KINDS[kind]
-                convert = _named(convert, word)
-                group.add_argument(f"--{f.name}", type=convert, metavar=word.split()[-1].upper(), help=text)
-                group._group_actions[-1].default = argparse.SUPPRESS
-    return vars(parser.parse_args(argv))
+                how = dict(type=_named(convert, word), metavar=word.split()[-1].upper(), default=argparse.SUPPRESS)
+                how |= {"action": "append"} if kind == tuple[str, ...] else {}
+                group.add_argument(f"--{f.name}", help=text, **how)
+    given = vars(parser.parse_args(argv))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def _named(convert, word):

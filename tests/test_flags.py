@@ -22,6 +22,7 @@ BAD = {
     bool: ("=5", "=x"),
     tuple: ("x", "1.5", "nan", "inf", "-3,-3"),
     str: ("no/such/thing", "no\\such thing"),
+    tuple[str, ...]: ("no/such/thing", "text.txt/sub"),
 }
 MORE = {  # bounds of their own
     "dropout": ("1", "1.5"),
@@ -40,10 +41,12 @@ MORE = {  # bounds of their own
     "n_samples": ("0",),
     "n_tokens": ("0",),
     "top_p": ("0", "1.5"),
+    "min_p": ("1.5",),
 }
-METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,..."}
+METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,...", tuple[str, ...]: "TEXT"}
 FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
-INSTEAD = {"out": FILES, "profile": FILES, "prompt": ()}  # of kind str, but folders to make; any text will do
+INSTEAD = {"out": FILES, "profile": FILES}  # of kind str, but folders to make
+INSTEAD |= {"prompt": (), "stop": ("",)}  # any text will do, or all but none
 BESIDE = {"run": ["--eval_only"]}  # without which the flag means nothing
 
 
@@ -66,7 +69,7 @@ def test_a_flag_refuses_every_value_that_it_cannot_be_before_compiling_or_writin
     rest = [*rest, *SMALL] if script == "train" else rest  # or a value that is taken would cost minutes
     rest = rest if script == "sample" else rest + BESIDE.get(f.name, [])
     before = sorted(place.rglob("*"))
-    for value in INSTEAD.get(f.name, BAD[type(f.default)]) + MORE.get(f.name, ()):
+    for value in INSTEAD.get(f.name, BAD[f.type]) + MORE.get(f.name, ()):
         words = [f"--{f.name}{value}"] if type(f.default) is bool else [f"--{f.name}={value}"]
         compiled = len(COMPILED)
         outcome = call(main, *rest, *words)
@@ -122,6 +125,6 @@ def test_help_shows_every_flag_with_its_default_and_meaning(script):
     text = "".join(outcome.out.partition("options:")[2].split())  # lines are broken anywhere
     for f in [f for name, f in FLAGS if name == script]:
         default = f.default if f.default not in ("", ()) else "none"
-        shown = f"--{f.name},--no-{f.name}" if type(f.default) is bool else f"--{f.name}{METAVAR[type(f.default)]}"
+        shown = f"--{f.name},--no-{f.name}" if type(f.default) is bool else f"--{f.name}{METAVAR[f.type]}"
         meaning, own, _ = text.partition(shown)[2].partition("(default:")
         assert own and len(meaning) > 3 and text.count(shown + meaning + f"(default:{default})") == 1, f.name

@@ -1,7 +1,10 @@
 """Sampling through `sample.main`: the draw at every edge, prompts of any length and kind, what is printed."""
 
+import dataclasses
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +17,7 @@ import pytest
 from conftest import make_params
 from runs import COMPILED, call, refused, save_model
 
+import generate
 import sample
 import train
 import txl
@@ -55,20 +59,20 @@ def ids_of(run, **flags):
 # the draw
 
 
-@partial(jax.jit, static_argnames="opts")
-def draws(logits, keys, opts):
-    return jax.vmap(lambda key: sample.draw(logits, key, opts))(keys)
+def how(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    return generate.How(temperature, top_k, top_p, min_p)
+
+
+@partial(jax.jit, static_argnames="how")
+def draws(logits, keys, how):
+    return jax.vmap(lambda key: generate.draw(logits, key, how))(keys)
 
 
 def drawn(p, n=400, **options):
     """The set of ids among n draws where ids have probabilities p."""
     with np.errstate(divide="ignore"):
         logits = np.log(np.asarray(p, np.float32))
-    return set(
-        np.asarray(
-            draws(logits, jax.random.split(jax.random.key(3), n), sample.Sample(temperature=1.0, **options))
-        ).tolist()
-    )
+    return set(np.asarray(draws(logits, jax.random.split(jax.random.key(3), n), how(**options))).tolist())
 
 
 @pytest.mark.parametrize(
@@ -108,15 +112,15 @@ def test_filters_that_filter_nothing_change_no_draw():
         np.random.default_rng(2).standard_normal(11).astype(np.float32),
         jax.random.split(jax.random.key(0), 50),
     )
-    plain = draws(logits, keys, sample.Sample())
+    plain = draws(logits, keys, how())
     for options in ({"top_k": 11}, {"top_k": 500}, {"top_p": 1.0}):
-        assert (draws(logits, keys, sample.Sample(**options)) == plain).all()
+        assert (draws(logits, keys, how(**options)) == plain).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-45])
 def test_temperature_0_and_next_to_0_take_the_most_likely_token(temperature):
     logits = np.float32([1, -2, 3, 2.999, -np.inf, 0])
-    found = draws(logits, jax.random.split(jax.random.key(0), 100), sample.Sample(temperature=temperature))
+    found = draws(logits, jax.random.split(jax.random.key(0), 100), how(temperature))
     assert set(np.asarray(found).tolist()) == {2}
 
 
@@ -124,7 +128,7 @@ def test_draws_have_the_probabilities_of_the_logits_and_the_temperature():
     logits, n = np.log(np.float32([0.5, 0.3, 0.15, 0.05])), 20_000
     for temperature in (1.0, 0.5):
         p = np.exp(logits / temperature)
-        found = draws(logits, jax.random.split(jax.random.key(5), n), sample.Sample(temperature=temperature))
+        found = draws(logits, jax.random.split(jax.random.key(5), n), how(temperature))
         share = np.bincount(np.asarray(found), minlength=4) / n
         np.testing.assert_allclose(share, p / p.sum(), atol=4 * 0.5 / n**0.5)  # four deviations of a share
 
@@ -133,17 +137,15 @@ def test_draws_have_the_probabilities_of_the_logits_and_the_temperature():
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
 def test_logits_that_are_not_finite_draw_minus_1_and_never_an_id(bad, options):
     logits = np.float32([1, bad, 3, 2])
-    assert set(
-        np.asarray(draws(logits, jax.random.split(jax.random.key(0), 9), sample.Sample(**options))).tolist()
-    ) == {-1}
+    assert set(np.asarray(draws(logits, jax.random.split(jax.random.key(0), 9), how(**options))).tolist()) == {-1}
 
 
 def test_uniform_logits_of_50_000_ids_in_bfloat16_are_drawn_without_bias():
-    logits, opts = jnp.zeros(50_000, jnp.bfloat16), sample.Sample(temperature=1.0)
+    logits, opts = jnp.zeros(50_000, jnp.bfloat16), how()
     # 1,000 draws of a uniform id have a median within 2,372 of 25,000 (three deviations) in 997 of 1,000 cases;
     # noise in bfloat16 has ties, of which the first id wins: the median falls by thousands.
     keys = jax.random.split(jax.random.key(0), 1000)
-    found = jax.jit(lambda keys: jax.lax.map(lambda key: sample.draw(logits, key, opts), keys, batch_size=20))(keys)
+    found = jax.jit(lambda keys: jax.lax.map(lambda key: generate.draw(logits, key, opts), keys, batch_size=20))(keys)
     assert 24_000 < np.median(found) < 26_000
 
 
@@ -178,7 +180,7 @@ def test_a_prompt_of_any_length_is_read_as_evaluation_reads_it_also_past_mem_len
     logits = evaluated(byte, TEXT[:length] + bytes(ids))[length - 1 : -1]
     row = jax.random.fold_in(jax.random.key(1), 0)
     keys = jax.vmap(lambda number: jax.random.fold_in(row, number))(jnp.arange(40))
-    assert ids == jax.vmap(lambda *args: sample.draw(*args, sample.Sample(temperature=1.0)))(logits, keys).tolist()
+    assert ids == jax.vmap(lambda *args: generate.draw(*args, how()))(logits, keys).tolist()
     (likely,) = ids_of(byte, prompt=TEXT[:length].decode(), n_tokens=1, temperature=0)
     assert likely == [logits[0].argmax()]
 
@@ -245,13 +247,107 @@ def test_a_model_in_bfloat16_samples(tmp_path):
     assert len(set(ids_of(run, prompt="alpha", n_tokens=20)[0])) > 3
 
 
+# several prompts, samples, devices
+
+
+def prompts(*texts):
+    """--prompt for each text."""
+    return [word for text in texts for word in ("--prompt", text)]
+
+
+def ids_of_each(run, *words, **flags):
+    outcome = call(sample.main, *words, run=run, json=True, **flags)
+    assert outcome.code is None, outcome
+    return [entry["ids"] for entry in outcome.entries()]
+
+
+def test_prompts_of_different_lengths_together_give_each_the_text_that_it_gives_alone(byte):
+    texts = ["a", "abcabcabca", TEXT[:77].decode(), TEXT[:8].decode(), TEXT[9:18].decode()]
+    together = ids_of_each(byte, *prompts(*texts), n_tokens=37, n_samples=2)
+    alone = [ids for text in texts for ids in ids_of(byte, prompt=text, n_tokens=37, n_samples=2)]
+    assert together == alone and len({tuple(ids) for ids in alone}) == 10
+
+
+def test_rows_together_have_the_logits_that_they_have_alone_past_mem_len_too(byte):
+    cfg, params, *_ = train.load(byte)
+    texts = [np.frombuffer(TEXT[at : at + n], np.uint8).astype(np.int32) for at, n in ((0, 3), (50, 60), (200, 17))]
+    cache, rests = generate.read_prompts(params, texts, cfg, 8)
+    for i, text in enumerate(texts):
+        own, (rest,) = generate.read_prompts(params, [text], cfg, 8)
+        assert rest.tolist() == rests[i].tolist()
+        row = generate.rows_of(cache, np.array([i]), 1)
+        row = row._replace(k=tuple(a[0] for a in row.k), v=tuple(a[0] for a in row.v), fill=row.fill[0])
+        logits = [txl.extend(params, rest[None, :1], c, cfg)[0] for c in (own, row)]
+        np.testing.assert_allclose(*logits, 1e-5, 1e-5)  # float32, other shapes of the same products
+
+
+def test_a_line_of_a_file_is_a_prompt_and_an_empty_one_starts_as_no_prompt_does(byte, tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"alpha\r\n\nbe ta\n")
+    outcome = call(sample.main, run=byte, prompt_file=tmp_path / "p.txt", lines=True, n_tokens=9, json=True)
+    assert [entry["prompt"] for entry in outcome.entries()] == ["alpha", "", "be ta"]
+    alone = [*ids_of(byte, prompt="alpha", n_tokens=9), *ids_of(byte, n_tokens=9)]
+    assert [entry["ids"] for entry in outcome.entries()][:2] == alone
+    refused(call(sample.main, run=byte, lines=True), "lines", "prompt_file")
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_samples_are_the_same_on_any_number_of_devices(byte, devices):
+    flags = dict(prompt="alpha", n_tokens=20, n_samples=5)
+    assert ids_of(byte, **flags, devices=devices) == ids_of(byte, **flags, devices=1)
+    refused(call(sample.main, run=byte, devices=9), "devices=9", "there are 4")
+
+
+def test_stop_ends_a_sample_there_and_leaves_the_others_as_they_are(char):
+    flags = dict(run=char, prompt="ab", n_tokens=60, n_samples=3, json=True)
+    plain = call(sample.main, **flags).entries()
+    stop = plain[0]["text"][20:24]
+    stopped = call(sample.main, **flags, stop=stop).entries()
+    for before, after in zip(plain, stopped):
+        end = before["text"].find(stop)
+        want = before["ids"][: end + 4] if end >= 0 else before["ids"]
+        assert after["ids"] == want and after["stopped"] == (end >= 0)
+    assert stopped[0]["stopped"] and stopped[0]["text"].endswith(stop) and len(stopped[0]["ids"]) <= 24
+    assert not all(entry["stopped"] for entry in stopped)
+    assert call(sample.main, run=char, prompt="ab", n_tokens=60, stop=stop).out == f"ab{stopped[0]['text']}\n"
+
+
+def test_a_stop_text_across_blocks_and_inside_a_word_is_found():
+    assert printed([[65, 66], [67, 68]], stop=("BC",)) == "ABC\n"
+    assert printed([[65, 66], [67, 68]], stop=("CD", "B")) == "AB\n"
+    assert printed([[1, 2], [4, 1]], vocab=WORD, stop=("sa",)) == "the cat sa\n"
+
+
+@pytest.mark.parametrize("min_p, want", [(0.0, {0, 1, 2, 3}), (0.25, {0, 1}), (0.7, {0}), (1.0, {0})])
+def test_min_p_keeps_what_is_that_share_as_likely_as_the_likeliest(min_p, want):
+    assert drawn([0.5, 0.3, 0.12, 0.08], min_p=min_p) == want
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_compiled_loop_holds_no_copy_of_a_ring_and_updates_the_cache_in_place(rows):
+    cfg = dataclasses.replace(CFG, mem_len=600)
+    params = jax.eval_shape(lambda p: txl.unstack(p, cfg), txl.param_shapes(cfg))
+    cache = jax.eval_shape(lambda p: txl.init_cache(p, cfg, rows), params)
+    lead = lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype)
+    cache = cache._replace(k=tuple(map(lead, cache.k)), v=tuple(map(lead, cache.v)), fill=lead(cache.fill))
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+    args = ints(1, rows, generate.BLOCK), cache, ints(1, rows), ints(1, rows), ints(1, rows), ints()
+    compiled = generate.make_generate(cfg, how()).lower(params, *args).compile()
+    ring = cache.k[0].size * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * ring  # of the 4: none is there twice
+    held = [
+        math.prod(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    ]
+    assert max(held, default=0) * 4 < ring
+
+
 # what is printed
 
 
 def printed(blocks, prompt=b"", vocab=BYTE, **options):
     """What a stream of blocks of ids puts on standard output."""
-    opts = sample.Sample(prompt=os.fsdecode(prompt), **options)
-    script = partial(sample.print_samples, [np.asarray(b)[None] for b in blocks], prompt, vocab, opts)
+    opts = sample.Sample(**options)
+    blocks = [[np.asarray(b)] * opts.n_samples for b in blocks]
+    script = partial(sample.print_samples, blocks, [prompt], vocab, opts)
     return call(lambda _: script()).out
 
 
@@ -260,19 +356,23 @@ def test_a_character_cut_by_blocks_is_put_together_and_one_cut_by_the_end_is_sho
     assert printed([[65, *face[:1]], face[1:3], [face[3], 66]]) == "A\U0001f600B\n"
     assert printed([[65, *face[:3]]]) == "A\ufffd\n"
     assert printed([face[2:], [66]], prompt=bytes(face[:2])) == "\U0001f600B\n"  # the prompt's is completed
-    assert printed([face[2:], [66]], prompt=bytes(face[:2]), n_samples=2) == "\U0001f600B\n\n"
+    assert printed([face[2:], [66]], prompt=bytes(face[:2]), n_samples=2) == "\U0001f600B\n\n" * 2
 
 
 def test_words_stand_apart_also_where_blocks_meet():
     assert printed([[1, 2], [4, 0], [1], [0, 2]], prompt=b"the", vocab=WORD) == "the the cat sat\nthe\ncat\n"
     assert printed([[1, 2]], prompt=b"the ", vocab=WORD) == "the the cat\n"
-    assert printed([[1, 2]], prompt=b"the", vocab=WORD, n_samples=2) == "the the cat\n\n"
+    assert printed([[1, 2]], prompt=b"the", vocab=WORD, n_samples=2) == "the the cat\n\n" * 2
 
 
 def test_json_lines_hold_prompt_text_and_ids_and_all_else_goes_to_standard_error(byte):
     outcome = call(sample.main, run=byte, prompt="alpha\n", n_tokens=20, n_samples=2, json=True)
     for entry in outcome.entries():
-        assert entry.keys() == {"prompt", "text", "ids"} and entry["prompt"] == "alpha\n"
+        assert (
+            entry.keys() == {"prompt", "text", "ids", "stopped"}
+            and not entry["stopped"]
+            and entry["prompt"] == "alpha\n"
+        )
         assert bytes(entry["ids"]).decode("utf-8", "replace") == entry["text"] and len(entry["ids"]) == 20
     assert "best.npz, step 5" in outcome.err and len(outcome.err.splitlines()) == 1
     plain = call(sample.main, run=byte, prompt="alpha\n", n_tokens=20, n_samples=2)
