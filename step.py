@@ -5,7 +5,7 @@ parameters and optimizer state are whole on each device and have none, so that X
 """
 
 import re
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -159,14 +159,29 @@ def to_host(state):
     return State(params, opt, txl.Mems(h, fill.reshape(-1)))
 
 
+CACHE_AXES = txl.Cache(0, 0, None, None, 0)  # which axis of a cache counts devices
+copies = jax.pmap(
+    lambda tree, _: tree, "device", in_axes=(None, 0), out_axes=None
+)  # a tree, whole on each of the devices
+
+
+@cache
+def make_cache(cfg, rows):
+    """An empty cache of `rows` rows on each device, from params and an array with an entry for each device."""
+    empty = lambda params, _: txl.init_cache(params, cfg, rows)
+    return jax.pmap(empty, "device", in_axes=(None, 0), out_axes=CACHE_AXES)
+
+
 def make_eval(cfg):
-    """The evaluation step: params, ids, targets, weights [device, B, T], memory -> summed nats, memory."""
+    """The evaluation step: params, ids, targets, weights [device, B, T], cache -> summed nats, cache."""
 
-    def step(params, ids, targets, weights, mems):
-        losses, mems = txl.token_losses(params, ids, targets, mems, cfg)
-        return lax.psum(jnp.where(weights, losses, 0).sum(), "device"), mems
+    def step(params, ids, targets, weights, cache):
+        hidden, cache = txl.read(params, ids, cache, cfg)
+        losses = txl.nats(params, hidden, targets, cfg)
+        return lax.psum(jnp.where(weights, losses, 0).sum(), "device"), cache
 
-    return jax.pmap(step, "device", in_axes=(None, 0, 0, 0, 0), out_axes=(None, 0), donate_argnums=4)
+    axes = (None, 0, 0, 0, CACHE_AXES)
+    return jax.pmap(step, "device", in_axes=axes, out_axes=(None, CACHE_AXES), donate_argnums=4)
 
 
 def stacked(tree, n_devices):
@@ -183,8 +198,11 @@ def shapes(cfg, run, n_devices):
 
 
 def eval_shapes(cfg, run, n_devices):
-    """Shapes of what `make_eval`'s function takes: params, ids, targets, weights, memory."""
+    """Shapes of what `make_eval`'s function takes: params, ids, targets, weights, cache."""
     rows = -(-run.eval_batch // n_devices)
     like = lambda dtype: jax.ShapeDtypeStruct((rows, run.tgt_len), dtype)
-    mems = jax.eval_shape(lambda: txl.init_mems(cfg, rows))
-    return txl.param_shapes(cfg), *stacked((like(jnp.int32), like(jnp.int32), like(jnp.bool_), mems), n_devices)
+    params = txl.param_shapes(cfg)
+    cache = jax.eval_shape(lambda params: txl.init_cache(params, cfg, rows), params)
+    per_device = cache._replace(r=(), slot=())
+    ids, targets, weights, split = stacked((like(jnp.int32), like(jnp.int32), like(jnp.bool_), per_device), n_devices)
+    return params, ids, targets, weights, split._replace(r=cache.r, slot=cache.slot)

@@ -24,7 +24,8 @@ import plan
 import profiling
 import txl
 from data import checkpoint, flags, prepare, tokenizer
-from step import State, compile_step, init_state, make_eval, put, spread, to_devices, to_host
+from evaluation import bits_per_byte, draw_lengths, eval_only, evaluate, judged
+from step import compile_step, init_state, make_eval, spread, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
 FREE += ("dtype", "layer_rows")  # what a resumed run may change: all else decides the parameters' shapes or meaning
@@ -155,44 +156,6 @@ def batch_at(tokens, rows, cursor, T):
     return tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32)
 
 
-def eval_batches(tokens, rows, T):
-    """Yields ids, targets, weights [B, T]: every target once, in rows that differ in length by one at most."""
-    n = len(tokens) - 1
-    lengths = n // rows + (np.arange(rows) < n % rows)
-    starts = np.cumsum(lengths) - lengths
-    for first in range(0, max(lengths), T):
-        column = first + np.arange(T)
-        at = np.minimum(starts[:, None] + column, n - 1)
-        yield tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32), column < lengths[:, None]
-
-
-# evaluation
-
-
-def evaluate(eval_step, params, tokens, cfg, run, n_devices):
-    """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory."""
-    rows = min(run.eval_batch, len(tokens) - 1)
-    more = -rows % n_devices  # empty rows, so that every device has as many
-    mems = to_devices(State((), (), txl.init_mems(cfg, rows + more)), n_devices).mems
-    sums = []
-    for batch in eval_batches(tokens, rows, run.tgt_len):
-        batch = [np.pad(a, ((0, more), (0, 0))) for a in batch]
-        total, mems = eval_step(params, *spread(batch, n_devices), mems)
-        sums.append(total)
-    return sum(float(total) for total in sums) / (len(tokens) - 1), len(tokens) - 1
-
-
-def judged(loss, n, step, split, corpus, run):
-    """The log entry of an evaluation: mean nats `loss` over n targets."""
-    entry = {"step": step, "split": split, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, split)}
-    return entry | {"ppl": math.exp(min(loss, 700)), "targets": n, "eval_batch": min(run.eval_batch, n)}
-
-
-def bits_per_byte(loss_nats, corpus, split):
-    """Nats per token -> bits per byte of the split's text."""
-    return loss_nats / math.log(2) * len(getattr(corpus, split)) / corpus.n_bytes[split]
-
-
 def short_sample(params, vocab, cfg, n=200, temperature=0.8):
     """Text that the model writes from the default prompt: a look at what it has learnt."""
     first = jnp.asarray(tokenizer.encode(vocab, tokenizer.default_prompt(vocab))[:1], jnp.int32)
@@ -249,6 +212,7 @@ def line(entry, run):
     loss = f"{entry['loss_nats']:.4f} nats  {entry['bpb']:.4f} bpb"
     if "split" in entry:
         what = f"{entry['split']} loss of {entry['targets']:,} targets in {entry['eval_batch']} rows"
+        what += f", mem_len {entry['mem_len']}" if "mem_len" in entry else ""
         return f"step {entry['step']}  {what}: {loss}"
     memory = "n/a" if entry["mem_mib"] is None else f"{entry['mem_mib']:,.0f} MiB"
     speed = "compiled" if entry["tok_per_s"] is None else f"{entry['tok_per_s']:,.0f} tok/s"
@@ -289,6 +253,10 @@ def settle(given):
     if corpus.vocab != vocab:
         corpus = recode(corpus, vocab, run)
     asked = of(txl.Config)
+    if isinstance(asked.get("mem_len"), tuple):
+        if not run.eval_only:
+            raise ValueError(f"mem_len={asked['mem_len']}: several lengths are for --eval_only, give one")
+        asked["mem_len"] = max(asked["mem_len"])
     if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
         raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
     if source:
@@ -348,15 +316,14 @@ def restore(source, cfg, run):
     return jax.tree.unflatten(jax.tree.structure(like), leaves), meta["run"]["cursor"]
 
 
-def eval_only(cfg, run, corpus, source, n_devices):
-    """Evaluates a checkpoint on a split and prints the result."""
-    tokens = getattr(corpus, run.split)
-    if len(tokens) < 2:
-        raise ValueError(f"{run.split} split has {len(tokens)} tokens, need at least 2: give a longer text")
-    params = put(State(source.params, (), spread(txl.init_mems(cfg, n_devices), n_devices, 1))).params
-    found = evaluate(make_eval(cfg), params, tokens, cfg, run, n_devices)
-    entry = judged(*found, source.run["step"], run.split, corpus, run)
-    print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
+    """Evaluates a checkpoint, with each of several memory lengths where `lengths` is a tuple; then draws them."""
+    several, entries = isinstance(lengths, tuple), []
+    for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
+        entries.append(entry)
+        print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+    if several:
+        say(draw_lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
 
 
 class Stop:
@@ -558,7 +525,7 @@ def main(argv=None):
         cfg, run, corpus, source = settle(given)
         n_devices = count_devices(run)
         if run.eval_only:
-            return eval_only(cfg, run, corpus, source, n_devices)
+            return print_evaluations(cfg, run, corpus, source, given.get("mem_len"), n_devices)
         if run.plan:
             return print_plan(cfg, run, n_devices)
         need_tokens(run, corpus)

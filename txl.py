@@ -49,7 +49,7 @@ class Config:
     d_head: int = 48  # width of a head
     d_inner: int = 768  # width of the feed-forward layer
     d_embed: int = 0  # width of the (first) embedding table; 0: d_model
-    mem_len: int = 128  # hidden states remembered per layer
+    mem_len: int | tuple = 128  # hidden states remembered per layer; with --eval_only several lengths: 0,64,128
     dropout: float = 0.0  # share of activations dropped in training
     dropatt: float = 0.0  # share of attention weights dropped in training
     clamp_len: int = -1  # distances beyond this count as this; -1: no clamp

@@ -22,7 +22,13 @@ def numbers(text):
     return tuple(int(part) for part in text.split(",") if part)
 
 
+def one_or_more(text):
+    """A whole number, or a tuple of them where there are commas."""
+    return numbers(text) if "," in text else int(text)
+
+
 KINDS = {int: (int, "whole number"), float: (finite, "number"), str: (str, "text"), tuple: (numbers, "numbers 1,2,...")}
+KINDS |= {int | tuple: (one_or_more, "whole number, or several 1,2,...")}
 KINDS |= {int | str: (str, "text"), tuple[str, ...]: (str, "text")}  # the latter may be given several times
 
 

@@ -23,6 +23,7 @@ BAD = {
     tuple: ("x", "1.5", "nan", "inf", "-3,-3"),
     str: ("no/such/thing", "no\\such thing"),
     tuple[str, ...]: ("no/such/thing", "text.txt/sub"),
+    int | tuple: ("x", "1.5", "nan", "-7", "", "1e3", "-3,4", "3,4"),
 }
 MORE = {  # bounds of their own
     "dropout": ("1", "1.5"),
@@ -44,6 +45,7 @@ MORE = {  # bounds of their own
     "min_p": ("1.5",),
 }
 METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,...", tuple[str, ...]: "TEXT"}
+METAVAR |= {int | tuple: "1,2,..."}
 FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
 INSTEAD = {"out": FILES, "profile": FILES}  # of kind str, but folders to make
 INSTEAD |= {"prompt": (), "stop": ("",)}  # any text will do, or all but none

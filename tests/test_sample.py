@@ -275,7 +275,7 @@ def test_rows_together_have_the_logits_that_they_have_alone_past_mem_len_too(byt
     for i, text in enumerate(texts):
         own, (rest,) = generate.read_prompts(params, [text], cfg, 8)
         assert rest.tolist() == rests[i].tolist()
-        row = generate.rows_of(cache, np.array([i]), 1)
+        row = generate.rows_of(cache, np.array([[i]]))
         row = row._replace(k=tuple(a[0] for a in row.k), v=tuple(a[0] for a in row.v), fill=row.fill[0])
         logits = [txl.extend(params, rest[None, :1], c, cfg)[0] for c in (own, row)]
         np.testing.assert_allclose(*logits, 1e-5, 1e-5)  # float32, other shapes of the same products

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refused, write_raw
 
+import evaluation
 import sample
 import train
 import txl
@@ -25,6 +26,7 @@ from step import make_step
 from step import optimizer as make_optimizer
 from step import schedule as lr_schedule
 
+token_losses = jax.jit(txl.token_losses, static_argnames="cfg")
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 STEPS = 60
 TRAIN = np.frombuffer(TEXT[: len(TEXT) * 9 // 10], np.uint8)
@@ -117,7 +119,7 @@ def test_streams_wrap_at_the_end_of_the_text_and_every_row_reads_all_of_it():
 @pytest.mark.parametrize("T", [1, 4, 50])
 def test_an_evaluation_reads_every_target_once_in_rows_of_nearly_equal_length(rows, T):
     tokens = np.arange(100, 131)  # 30 targets, each with an id of its own
-    batches = list(train.eval_batches(tokens, rows, T))
+    batches = list(evaluation.eval_batches(tokens, rows, T))
     ids, targets, weights = (np.concatenate(a, 1) for a in zip(*batches))
     assert {batch[0].shape for batch in batches} == {(rows, T)}
     assert sorted(targets[weights]) == list(range(101, 131)) and (ids + 1 == targets)[weights].all()
@@ -395,6 +397,16 @@ def test_an_evaluation_counts_all_1002_targets_of_1003_bytes_at_any_batch_size(b
     for rows in (2, 7):
         assert found[rows]["loss_nats"] == pytest.approx(np.mean(nats), abs=0.01 * rows)  # a cold start for each row
     assert found[7]["bpb"] == pytest.approx(found[7]["loss_nats"] / math.log(2))
+
+
+def test_memory_lengths_are_evaluated_one_after_the_other_and_drawn(base, one_txt):
+    run = call(train.main, "--eval_only", run=base.folder, data=one_txt, json=True, devices=1, mem_len="0,9,30")
+    assert run.code is None, run
+    alone = [evaluated(base, one_txt, mem_len=n) for n in (0, 9, 30)]
+    assert run.entries() == alone and [entry["mem_len"] for entry in alone] == [0, 9, 30]
+    bars, losses = [line.count("#") for line in run.err.splitlines()[1:4]], [entry["bpb"] for entry in alone]
+    assert np.argsort(bars).tolist() == np.argsort(losses).tolist() and (min(bars), max(bars)) == (1, 51)
+    refused(call(train.main, data=one_txt, mem_len="0,9"), "mem_len=(0, 9)", "--eval_only")
 
 
 def test_a_score_is_the_same_alone_and_after_anything(base, one_txt):
