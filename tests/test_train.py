@@ -26,7 +26,6 @@ from step import make_step
 from step import optimizer as make_optimizer
 from step import schedule as lr_schedule
 
-token_losses = jax.jit(txl.token_losses, static_argnames="cfg")
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 STEPS = 60
 TRAIN = np.frombuffer(TEXT[: len(TEXT) * 9 // 10], np.uint8)
