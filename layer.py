@@ -35,10 +35,20 @@ def sinusoids(distances, cfg):
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1).astype(cfg.dtype)
 
 
-def first_visible(fill, T, cfg):
-    """lo [B, T]: query t sees the keys lo <= s <= t + M. Memory's fill and same_length become this one number."""
-    lo = jnp.broadcast_to((cfg.mem_len - fill)[:, None], (len(fill), T))
-    return jnp.maximum(lo, jnp.arange(T)) if cfg.same_length else lo
+def first_visible(ids, fill, cfg):
+    """lo [B, T]: query t of ids [B, T] sees the keys lo <= s <= t + M; and how much of memory is filled afterwards [B].
+
+    Memory's fill, same_length and the starts of documents all become this one number.
+    """
+    (B, T), M = ids.shape, cfg.mem_len
+    lo, filled = jnp.broadcast_to((M - fill)[:, None], (B, T)), jnp.minimum(fill + T, M)
+    if cfg.same_length:
+        lo = jnp.maximum(lo, jnp.arange(T))
+    if cfg.reset_on >= 0:
+        start = lax.cummax(jnp.where(ids == cfg.reset_on, M + jnp.arange(T), 0), 1)  # of the newest document
+        lo, last = jnp.maximum(lo, start), start[:, -1]
+        filled = jnp.where(last > 0, jnp.minimum(M + T - last, M), filled)
+    return lo, filled
 
 
 def layer_norm(x, scale, bias):

@@ -8,7 +8,7 @@ import codecs
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ class Sample:
     min_p: float = 0.0  # draw from the tokens that are at least this share as likely as the most likely one
     seed: int = 1  # of the draws: the same seed gives the same text
     stop: tuple[str, ...] = ()  # text that ends a sample, again for another
+    reset_on: str = ""  # id, or text of one token, that starts a document: nothing sees across it; none: as trained
     devices: int = 0  # devices to spread the samples over; 0: all local ones, as far as there are samples
     json: bool = False  # print one JSON object for each sample: prompt, text, ids, stopped; or for each score
     score: tuple[str, ...] = ()  # print how well the model predicts this file instead, again for another
@@ -151,6 +152,9 @@ def main(argv=None):
         opts = Sample(**given)
         model = train.load(opts.run or checkpoint.newest_run())
         cfg, params, vocab, run = model
+        if opts.reset_on:
+            cfg = replace(cfg, reset_on=tokenizer.one_id(vocab, opts.reset_on, "reset_on"))
+            model = model._replace(cfg=cfg)
         if opts.devices > jax.local_device_count():
             raise ValueError(f"devices={opts.devices}, but there are {jax.local_device_count()}: give that or fewer")
         texts = prompt_texts(opts)

@@ -28,7 +28,11 @@ from evaluation import bits_per_byte, draw_lengths, eval_only, evaluate, judged
 from step import compile_step, init_state, make_eval, spread, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
-FREE += ("dtype", "layer_rows")  # what a resumed run may change: all else decides the parameters' shapes or meaning
+FREE += (
+    "dtype",
+    "layer_rows",
+    "reset_on",
+)  # what a resumed run may change: all else decides the parameters' shapes or meaning
 CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json", "plan", "memory_budget")
 CALL += ("mem_fraction", "preallocate", "profile")  # what a resumed run does not inherit
 LEAST = dict.fromkeys(
@@ -257,6 +261,8 @@ def settle(given):
         if not run.eval_only:
             raise ValueError(f"mem_len={asked['mem_len']}: several lengths are for --eval_only, give one")
         asked["mem_len"] = max(asked["mem_len"])
+    if "reset_on" in asked:
+        asked["reset_on"] = tokenizer.one_id(vocab, asked["reset_on"], "reset_on")
     if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
         raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
     if source:

@@ -53,6 +53,7 @@ class Config:
     dropout: float = 0.0  # share of activations dropped in training
     dropatt: float = 0.0  # share of attention weights dropped in training
     clamp_len: int = -1  # distances beyond this count as this; -1: no clamp
+    reset_on: int | str = -1  # id, or text of one token, that starts a document: nothing sees across it; -1: none
     same_length: bool = False  # every query sees itself and exactly mem_len tokens before it
     pre_norm: bool = False  # layer norm before each sublayer instead of after it
     tie_weight: bool = True  # the output table is the embedding table
@@ -76,8 +77,8 @@ class Config:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) is not kind:
                 raise ValueError(f"{f.name}={value!r} is a {type(value).__name__}: give a {kind.__name__}")
-            low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk", "layer_rows") else 1
-            if kind is int and value < low and (f.name, value) != ("clamp_len", -1):
+            low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk", "layer_rows", "reset_on") else 1
+            if kind is int and value < low and (f.name, value) not in (("clamp_len", -1), ("reset_on", -1)):
                 raise ValueError(f"{f.name}={value} is out of range: give {low} or more")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) < 1:
@@ -85,6 +86,8 @@ class Config:
         for name, known in (("dtype", DTYPES), ("remat", REMAT), ("attention", ATTENTION)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(known)}")
+        if self.reset_on >= self.n_token:
+            raise ValueError(f"reset_on={self.reset_on} is no id: give -1 to {self.n_token - 1}")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: sines and cosines need an even width")
         edges = (0, *self.cutoffs, self.n_token)
@@ -208,7 +211,7 @@ def forward(params, ids, mems, cfg, *, key=None):
         raise ValueError(f"memory is {mems.h.shape}, fill {mems.fill.shape}: ids {ids.shape} and config want {want}")
     M, h = cfg.mem_len, lax.stop_gradient(mems.h)
     positions = sinusoids(jnp.arange(M + T - 1, -1, -1), cfg)
-    lo = first_visible(mems.fill, T, cfg)
+    lo, fill = first_visible(ids, mems.fill, cfg)
     written = (jnp.arange(M) >= M - mems.fill[:, None])[..., None]  # [B, M, 1]
 
     def one(x, weights, mem, number):
@@ -233,7 +236,7 @@ def forward(params, ids, mems, cfg, *, key=None):
     x, inputs = _layers(one, x, stacked_layers(params, cfg), h, cfg)
     inputs = lax.stop_gradient(inputs)
     h = inputs[:, :, T - M :] if T >= M else jnp.concatenate([h[:, :, T:], inputs], 2)
-    return dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, jnp.minimum(mems.fill + T, M))
+    return dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, fill)
 
 
 def token_losses(params, ids, targets, mems, cfg, *, key=None):
@@ -282,15 +285,18 @@ def init_cache(params, cfg, batch):
     return Cache(ring(), ring(), r, jnp.int32(0), jnp.zeros(batch, jnp.int32))
 
 
-def _read_one(q_u, q_v, k, v, r, slot, fill):
-    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, N, K], its own key at `slot`."""
+def _read_one(q_u, q_v, k, v, r, slot, reach):
+    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, N, K], its own key at `slot`.
+
+    reach [B]: how many tokens back it sees.
+    """
     (B, H, _, K), N = q_u.shape, k.shape[1]
     acc = jnp.promote_types(k.dtype, jnp.float32)
     content = jnp.einsum("nk,nsk->ns", q_u.reshape(-1, K), k, preferred_element_type=acc)  # n: rows and heads
     position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc).reshape(B * H, N)
     # Ring entry s is (slot - s) mod N tokens back: turn the logits round, never the ring.
     position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), N - 1 - slot, N, 1)
-    visible = jnp.repeat((slot - jnp.arange(N)) % N <= fill[:, None], H, 0)
+    visible = jnp.repeat((slot - jnp.arange(N)) % N <= reach[:, None], H, 0)
     weights, total = softmax_parts(jnp.where(visible, content + position, HIDDEN))
     out = jnp.einsum("ns,nsk->nk", weights.astype(v.dtype), v, preferred_element_type=acc)
     return (out / total).astype(v.dtype).reshape(B, H, 1, K)
@@ -319,7 +325,7 @@ def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
 def read(params, ids, cache, cfg):
     """ids [B, T] -> hidden [B, T, D], new cache: what `forward` gives for the same cut of the text."""
     T, rings = ids.shape[1], []
-    x, lo = embed(params, ids, cfg), first_visible(cache.fill, T, cfg)
+    x, (lo, fill) = embed(params, ids, cfg), first_visible(ids, cache.fill, cfg)
     for p, ring_k, ring_v, r in zip(unstack(params, cfg)["layers"], cache.k, cache.v, cache.r):
         h = norm(x, p, 1) if cfg.pre_norm else x
         q_u, q_v = queries(h, p, cfg)
@@ -327,14 +333,14 @@ def read(params, ids, cache, cfg):
         if T == 1:
             put = lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new.reshape(-1, 1, cfg.d_head), cache.slot, 1)
             ring_k, ring_v = put(ring_k, new_k), put(ring_v, new_v)
-            out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cache.fill)
+            out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cfg.mem_len - lo[:, 0])
         else:
             out, ring_k, ring_v = _read_many(q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, p, cfg)
         x = feed_forward(attended(x, out, p, cfg), None, p, 0, cfg)
         rings.append((ring_k, ring_v))
     slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(0)
     k, v = zip(*rings)
-    return x, Cache(k, v, cache.r, slot, jnp.minimum(cache.fill + T, cfg.mem_len))
+    return x, Cache(k, v, cache.r, slot, fill)
 
 
 def extend(params, ids, cache, cfg):

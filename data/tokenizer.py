@@ -99,6 +99,18 @@ def _encode_chars(vocab, blocks, what):
         yield ids.astype(dtype(vocab))
 
 
+def one_id(vocab, text, what):
+    """The id that `text` means: a whole number is one, any other text must be one token of the vocabulary."""
+    if text.lstrip("-").isdecimal():
+        return int(text)
+    known = vocab["kind"] != "word" or text == "\n" or text in vocab["symbols"]
+    ids = encode(vocab, text.encode("utf-8", "surrogateescape"), what=what) if known else ()
+    if len(ids) != 1:
+        found = f"{len(ids)} tokens" if known else "not in the vocabulary"
+        raise ValueError(f"{what}={text!r} is {found}: give an id, or a text that is one token")
+    return int(ids[0])
+
+
 def decode(vocab, ids):
     """The bytes that `ids` [n] stand for. Words are joined by single spaces, <eos> is a newline."""
     ids = np.asarray(ids, dtype=None if np.size(ids) else np.uint8)  # [] would be float

@@ -23,6 +23,7 @@ BAD = {
     tuple: ("x", "1.5", "nan", "inf", "-3,-3"),
     str: ("no/such/thing", "no\\such thing"),
     tuple[str, ...]: ("no/such/thing", "text.txt/sub"),
+    int | str: ("no/such/thing", "two words", "-7", "256", ""),
     int | tuple: ("x", "1.5", "nan", "-7", "", "1e3", "-3,4", "3,4"),
 }
 MORE = {  # bounds of their own
@@ -45,10 +46,10 @@ MORE = {  # bounds of their own
     "min_p": ("1.5",),
 }
 METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,...", tuple[str, ...]: "TEXT"}
-METAVAR |= {int | tuple: "1,2,..."}
+METAVAR |= {int | tuple: "1,2,...", int | str: "TEXT"}
 FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
 INSTEAD = {"out": FILES, "profile": FILES}  # of kind str, but folders to make
-INSTEAD |= {"prompt": (), "stop": ("",)}  # any text will do, or all but none
+INSTEAD |= {"prompt": (), "stop": ("",), "reset_on": ("two words", "-7", "256")}  # any text will do, or all but none
 BESIDE = {"run": ["--eval_only"]}  # without which the flag means nothing
 
 

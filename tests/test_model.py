@@ -242,7 +242,7 @@ def influence(cfg, T, fill):
 )
 def test_with_same_length_a_query_sees_itself_and_the_mem_len_tokens_before_it(mem_len, fill, want):
     cfg = small(n_layer=1, mem_len=mem_len, same_length=True)
-    lo = np.asarray(layer.first_visible(np.array([fill]), 4, cfg))[0]
+    lo = np.asarray(layer.first_visible(np.zeros((1, 4)), np.array([fill]), cfg)[0])[0]
     np.testing.assert_array_equal(np.arange(4) + mem_len - lo + 1, want)
 
 
@@ -425,6 +425,58 @@ def test_no_gradient_goes_through_memory():
     loss, grad = two_segments(params, ids[:, :T])
     assert (np.asarray(grad)[:11] == 0).all() and (np.asarray(grad)[11:22] != 0).any()
     assert abs(two_segments(params, ids[:, T - 1 :: -1])[0] - loss) > 1e-3  # though the loss depends on it
+
+
+# documents
+
+
+SEP = 22  # the last id of 23
+
+
+def documents(B, cuts, seed):
+    """ids [B, 16] without SEP but where row b has it, at cuts[b]."""
+    ids = np.random.default_rng(seed).integers(0, SEP, (B, 16), dtype=np.int32)
+    for row, cut in zip(ids, cuts):
+        row[cut] = SEP
+    return ids
+
+
+@pytest.mark.parametrize("attention", ["dense", "chunked"])
+@pytest.mark.parametrize("same_length", [False, True])
+def test_nothing_is_attended_across_a_separator_in_the_segment_and_in_memory(same_length, attention):
+    cuts, B = (2, 7, 11, 15), 4  # in the first segment, at its end, in the second one, at the end of all
+    one, two = documents(B, cuts, 3), documents(B, cuts, 4)
+    after = np.arange(16) >= np.array(cuts)[:, None]
+    two = np.where(after, one, two)  # the same from the separator on, other before it
+    for reset in (True, False):
+        cfg = small(
+            reset_on=SEP if reset else -1, same_length=same_length, attention=attention, attn_block=3, mem_len=9
+        )
+        params = make_params(cfg)
+        call = lambda ids, mems: forward(params, ids, mems, cfg)
+        (a, mems), (b, _) = (in_segments(call, ids, (8, 8), make_mems(cfg, B)) for ids in (one, two))
+        for row in range(B):
+            differ = np.abs(a[row] - b[row]).max(-1) > 1e-5
+            assert differ[: cuts[row]].all() and differ[cuts[row] :].any() == (not reset), (row, reset)
+        if reset:
+            assert np.asarray(mems.fill).tolist() == [9, 9, 5, 1]
+        # alone, the second document gives the same, whatever was before
+        if reset:
+            alone, _ = in_segments(call, one[:1, 2:], (6, 8), make_mems(cfg, 1))
+            np.testing.assert_allclose(a[0, 2:], alone[0], 0, 1e-5)
+
+
+def test_a_document_has_no_gradient_from_the_one_before():
+    cfg = small(reset_on=SEP, tie_weight=False)
+    params, ids = make_params(cfg), documents(1, (6,), 3)
+    ids[:, :6] %= 10  # the first document's ids are not the second's
+    ids[:, 7:] = 10 + ids[:, 7:] % 10
+
+    def loss(params, ids):
+        return txl.forward(params, ids, make_mems(cfg, 1), cfg)[0][:, 6:].sum()
+
+    grads = jax.jit(jax.grad(loss))(params, ids)["embed_0"]
+    assert (grads[:10] == 0).all() and (np.abs(grads[SEP]) > 0).any()
 
 
 # options that change bytes and no result
@@ -763,6 +815,7 @@ CACHED = {
     "as published": small(untie_r=True),
     "same_length": small(same_length=True, clamp_len=3, attention="chunked", attn_block=2),
     "mem_len 1": small(mem_len=1, clamp_len=2, pre_norm=True, attention="chunked", attn_block=3),
+    "documents": small(reset_on=7, mem_len=6),
     "mem_len 0": small(mem_len=0, same_length=True, cutoffs=(5, 13), div_val=2, d_embed=8),
 }
 CUTS = [1, 5, 1, 1, 2, 5, 2, 1, 1, 1, 1, 1, 1, 1, 1, 2]

@@ -340,6 +340,12 @@ def test_the_compiled_loop_holds_no_copy_of_a_ring_and_updates_the_cache_in_plac
     assert max(held, default=0) * 4 < ring
 
 
+def test_what_follows_a_separator_does_not_depend_on_what_was_before(byte):
+    for options, same in ((dict(reset_on="\n"), True), (dict(reset_on="10"), True), ({}, False)):
+        a, b = (ids_of(byte, prompt=f"{text}\nbe", n_tokens=30, **options) for text in ("alpha", "no gamma, no"))
+        assert (a == b) == same
+
+
 # what is printed
 
 

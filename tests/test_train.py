@@ -408,6 +408,15 @@ def test_memory_lengths_are_evaluated_one_after_the_other_and_drawn(base, one_tx
     refused(call(train.main, data=one_txt, mem_len="0,9"), "mem_len=(0, 9)", "--eval_only")
 
 
+def test_documents_are_kept_apart_in_training_and_evaluation_by_the_token_that_starts_them(tmp_path, text):
+    flags = dict(TINY, data=text, steps=2, reset_on="\n")
+    assert call(train.main, **flags, out=tmp_path / "run").code is None
+    assert train.load(tmp_path / "run").cfg.reset_on == 10
+    only = lambda **more: call(train.main, "--eval_only", run=tmp_path / "run", data=text, json=True, devices=1, **more)
+    apart, joined = only().entries()[0]["loss_nats"], only(reset_on=-1).entries()[0]["loss_nats"]
+    assert apart != joined and abs(apart - joined) < 0.5
+
+
 def test_a_score_is_the_same_alone_and_after_anything(base, one_txt):
     first = evaluated(base, one_txt)
     evaluated(base, one_txt, split="test")
