@@ -54,20 +54,3 @@ def eval_only(cfg, run, corpus, source, lengths, n_devices):
     for n, sized in zip(lengths, configs):
         found = evaluate(make_eval(sized), params, tokens, sized, run, n_devices)
         yield judged(*found, source.run["step"], run.split, corpus, run) | {"mem_len": n}
-
-
-def draw_lengths(entries, path):
-    """Loss against memory length as bars of text and, where matplotlib is there, as a picture; returns the bars."""
-    bits = [entry["bpb"] for entry in entries]
-    low, high = min(bits), max(bits)
-    bar = lambda x: "#" * (1 + round(50 * (x - low) / (high - low or 1)))
-    lines = [f"{entry['mem_len']:>8} {entry['bpb']:.4f} {bar(entry['bpb'])}" for entry in entries]
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "\n".join([" mem_len bits per byte", *lines, "pip install matplotlib draws this as a picture, too"])
-    figure = Figure(figsize=(6, 3.6), layout="tight")
-    axes = figure.add_subplot(xlabel="tokens remembered", ylabel=f"{entries[0]['split']} loss, bits per byte")
-    axes.plot(*zip(*sorted((entry["mem_len"], entry["bpb"]) for entry in entries)), "o-")
-    figure.savefig(path, dpi=130)
-    return "\n".join([" mem_len bits per byte", *lines, f"drawn in {path}"])

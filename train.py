@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import figures
 import plan
 import profiling
 import txl
 from data import checkpoint, flags, prepare, tokenizer
-from evaluation import bits_per_byte, draw_lengths, eval_only, evaluate, judged
+from evaluation import bits_per_byte, eval_only, evaluate, judged
 from step import compile_step, init_state, make_eval, spread, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
@@ -329,7 +330,7 @@ def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
         entries.append(entry)
         print(json.dumps(entry) if run.json else line(entry, run), flush=True)
     if several:
-        say(draw_lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
+        say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
 
 
 class Stop:
@@ -452,6 +453,7 @@ def train(cfg, run, corpus, source, n_devices, folder):
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
         job = Job(cfg, run, corpus, n_devices, folder, log)
         state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
+    figures.runs([folder], folder / "loss.png")
     (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
     show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
     whose += ", imports and compiling included" * (whose == "process peak")

@@ -1,8 +1,13 @@
-"""Pictures from committed results: python -m bench.plot (needs matplotlib) writes bench/results/*.png."""
+"""Pictures (needs matplotlib): python -m bench.plot draws committed results, with RUN RUN ... it compares runs.
+
+Without runs it writes bench/results/*.png, with them runs.png where you are.
+"""
 
 import json
 import sys
 from pathlib import Path
+
+import figures
 
 RESULTS = Path(__file__).parent / "results"
 # nanoGPT's laptop setting, its own code on tinyshakespeare: valid nats every 250 steps
@@ -71,6 +76,12 @@ def main():
         import matplotlib
     except ImportError:
         sys.exit("bench.plot: matplotlib is missing: pip install matplotlib")
+    if sys.argv[1:]:
+        try:
+            figures.runs(sys.argv[1:], "runs.png")
+        except (OSError, KeyError, json.JSONDecodeError) as e:
+            sys.exit(f"bench.plot: no log of a run ({e}): give run folders")
+        return print("runs.png")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -1,5 +1,6 @@
 """A training run through `train.main`: what it computes, logs, saves, refuses, and how it goes on."""
 
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import pytest
 from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refused, write_raw
 
 import evaluation
+import figures
 import sample
 import train
 import txl
@@ -396,6 +398,15 @@ def test_an_evaluation_counts_all_1002_targets_of_1003_bytes_at_any_batch_size(b
     for rows in (2, 7):
         assert found[rows]["loss_nats"] == pytest.approx(np.mean(nats), abs=0.01 * rows)  # a cold start for each row
     assert found[7]["bpb"] == pytest.approx(found[7]["loss_nats"] / math.log(2))
+
+
+def test_a_run_leaves_its_curves_as_a_picture_where_matplotlib_is_installed(base):
+    assert (base.folder / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    steps, judged = figures.history(base.folder)
+    assert [entry["step"] for entry in steps] == list(range(1, 61)) and {e["split"] for e in judged} == {
+        "valid",
+        "test",
+    }
 
 
 def test_memory_lengths_are_evaluated_one_after_the_other_and_drawn(base, one_txt):
