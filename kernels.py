@@ -1,0 +1,264 @@
+"""Fused relative attention (Dai et al. 2019, arXiv:1901.02860, equation 2) in Pallas: no array of T x S, ever.
+
+As in flash attention (Dao 2023, arXiv:2307.08691), a program takes a tile of N queries over N keys at a time and keeps
+a running softmax; the backward pass rebuilds a tile's weights from its rows' log-sum-exps. New is the position term.
+All is padded in front to whole tiles, so that query a and key b of a tile meet at row g N + (N - 1 - a + b) of r, with
+the same g for all tiles on a diagonal. For N = 4: the products of q_v with block g of r, columns c = 0 .. 3, in small
+letters, those with block g + 1 in capitals:
+
+             wanted, b = 0 .. 3     put together      so: small letters where a + c >= N - 1, capitals elsewhere, and
+    a = 0         d A B C             A B C d         row a rolled to the right by a + 1.
+    a = 1         c d A B             A B c d
+    a = 2         b c d A             A b c d         Gradients of scores, rolled to the left, belong to block g
+    a = 3         a b c d             a b c d         where a + c >= N - 1 and to block g + 1 elsewhere.
+
+The roll goes through a scratch slice of the program's own on a GPU (in global memory, but it stays in cache), and is
+one instruction on a TPU. Letters as in txl.py; i j: tiles of queries and keys; m: tiles of keys before query 0's own.
+"""
+
+import warnings
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+HIDDEN = -1e30  # the score of a key that is not visible
+NOBODY = 2**30  # the first visible key of a query that sees none
+
+
+class Tiles(NamedTuple):
+    N: int  # queries and keys of a tile
+    n: int  # tiles of queries
+    m: int  # tiles of keys before those of the first tile of queries
+    reach: int  # tiles of keys that a tile of queries may see before its own
+    device: str  # gpu or tpu
+    interpret: bool
+
+
+def _dot(a, b, axes=(1, 0)):
+    """Product of a and b over an axis of each, in float32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), precision, jnp.float32)
+
+
+def _at(ref, tile, N):
+    return ref[pl.ds(pl.multiple_of(tile * N, N), N), :]
+
+
+def _roll(x, slot, scratch, tiles, left=False):
+    """x [N, N] with row a rolled by a + 1. slot, 0 or 1: not that of the call before, so that one barrier will do."""
+    N = tiles.N
+    if tiles.device == "tpu":
+        return pltpu.roll(x, N - 1 if left else 1, 1, stride=N - 1 if left else 1, stride_axis=0)
+    a, b = (lax.broadcasted_iota(jnp.int32, (N, N), axis) for axis in (0, 1))
+    [ref] = scratch
+    ref[pl.ds(slot * N, N), :] = x
+    if not tiles.interpret:
+        plgpu.debug_barrier()
+    return ref[slot * N + a, (b + a + 1 if left else b - a - 1) & (N - 1)]
+
+
+def _in_low(N):
+    """[N, N]: where a cell before the roll belongs to block g of r, and not to block g + 1."""
+    return lax.broadcasted_iota(jnp.int32, (N, N), 0) + lax.broadcasted_iota(jnp.int32, (N, N), 1) >= N - 1
+
+
+def _scores(q_u, k, low, high, lo, i, j, slot, scratch, tiles):
+    """Scores of tile i, j [N, N], HIDDEN where not visible. low, high: q_v times blocks g, g + 1 of r; lo [N, 1]."""
+    N = tiles.N
+    position = _roll(jnp.where(_in_low(N), low, high), slot, scratch, tiles)
+    key = j * N + lax.broadcasted_iota(jnp.int32, (N, N), 1)
+    last = (i + tiles.m) * N + lax.broadcasted_iota(jnp.int32, (N, N), 0)
+    return jnp.where((lo <= key) & (key <= last), _dot(q_u, k, (1, 1)) + position, HIDDEN)
+
+
+def _forward(q_u, q_v, lo, k, v, r, out, lse, *scratch, tiles):
+    """Program i, a tile of queries: its output and log-sum-exps."""
+    i, N = pl.program_id(0), tiles.N
+    q_u, q_v, lo = q_u[...], q_v[...], lo[...]
+    first, own = jnp.maximum(i + tiles.m - tiles.reach, 0), i + tiles.m
+
+    def body(j, carry):
+        acc, top, total, low = carry
+        high = _dot(q_v, _at(r, j - i + tiles.n, N), (1, 1))  # the next tile's low
+        scores = _scores(q_u, _at(k, j, N), low, high, lo, i, j, j & 1, scratch, tiles)
+        new = jnp.maximum(top, scores.max(1, keepdims=True))
+        weights, old = jnp.exp(scores - new), jnp.exp(top - new)
+        acc = acc * old + _dot(weights.astype(v.dtype), _at(v, j, N))
+        return acc, new, total * old + weights.sum(1, keepdims=True), high
+
+    column = lambda value: jnp.full((N, 1), value, jnp.float32)
+    low = _dot(q_v, _at(r, first - i + tiles.n - 1, N), (1, 1))
+    # A first top of HIDDEN / 2, not HIDDEN, so that a hidden key weighs 0 in a row that sees none.
+    start = jnp.zeros(q_u.shape, jnp.float32), column(HIDDEN / 2), column(0), low
+    acc, top, total, _ = lax.fori_loop(first, own + 1, body, start)
+    total = jnp.where(total == 0, 1, total)
+    out[...] = (acc / total).astype(out.dtype)
+    lse[...] = jnp.where(top == HIDDEN / 2, 0, top + jnp.log(total))  # finite: then all its weights are rebuilt as 0
+
+
+def _dq(q_u, q_v, lo, do, lse, delta, k, v, r, dq_u, dq_v, *scratch, tiles):
+    """Program i, a tile of queries: gradients of its q_u and q_v."""
+    i, N = pl.program_id(0), tiles.N
+    q_u, q_v, lo, do, lse, delta = (ref[...] for ref in (q_u, q_v, lo, do, lse, delta))
+    first, own, zero = jnp.maximum(i + tiles.m - tiles.reach, 0), i + tiles.m, jnp.zeros(q_u.shape, jnp.float32)
+
+    def body(j, carry):
+        du, dv, low, before = carry
+        r_low, r_high = (_at(r, j - i + tiles.n - 1 + more, N) for more in (0, 1))
+        high = _dot(q_v, r_high, (1, 1))
+        weights = jnp.exp(_scores(q_u, _at(k, j, N), low, high, lo, i, j, 0, scratch, tiles) - lse)
+        ds = weights * (_dot(do, _at(v, j, N), (1, 1)) - delta)
+        turned = _roll(ds, 1, scratch, tiles, left=True)
+        # Block g: this tile's part, and the part that the tile before, whose g + 1 it was, left for it.
+        du += _dot(ds.astype(k.dtype), _at(k, j, N))
+        dv += _dot(jnp.where(_in_low(N), turned, before).astype(r.dtype), r_low)
+        return du, dv, high, turned
+
+    low = _dot(q_v, _at(r, first - i + tiles.n - 1, N), (1, 1))
+    du, dv, _, _ = lax.fori_loop(first, own + 1, body, (zero, zero, low, jnp.zeros((N, N), jnp.float32)))
+    dq_u[...], dq_v[...] = du.astype(dq_u.dtype), dv.astype(dq_v.dtype)
+
+
+def _rebuilt(i, j, queries, k, v, r_low, r_high, slot, scratch, tiles):
+    """weights, ds, q_u, q_v, do of tile i, j, whose queries' arrays are read here."""
+    q_u, q_v, lo, do, lse, delta = (_at(ref, i, tiles.N) for ref in queries)
+    low, high = _dot(q_v, r_low, (1, 1)), _dot(q_v, r_high, (1, 1))
+    weights = jnp.exp(_scores(q_u, k, low, high, lo, i, j, slot, scratch, tiles) - lse)
+    return weights, weights * (_dot(do, v, (1, 1)) - delta), q_u, q_v, do
+
+
+def _dkv(q_u, q_v, lo, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
+    """Program j, a tile of keys: their gradients and their values'."""
+    j, N, queries = pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)
+    k, v, zero = k[...], v[...], jnp.zeros(k.shape, jnp.float32)
+
+    def body(i, carry):
+        r_low, r_high = (_at(r, j - i + tiles.n - 1 + more, N) for more in (0, 1))
+        weights, ds, q_u, _, do = _rebuilt(i, j, queries, k, v, r_low, r_high, i & 1, scratch, tiles)
+        sum_k, sum_v = carry
+        return sum_k + _dot(ds.astype(q_u.dtype), q_u, (0, 0)), sum_v + _dot(weights.astype(do.dtype), do, (0, 0))
+
+    first, stop = jnp.maximum(j - tiles.m, 0), jnp.minimum(j - tiles.m + tiles.reach + 1, tiles.n)
+    sum_k, sum_v = lax.fori_loop(first, stop, body, (zero, zero))
+    dk[...], dv[...] = sum_k.astype(dk.dtype), sum_v.astype(dv.dtype)
+
+
+def _dr(q_u, q_v, lo, do, lse, delta, k, v, r, dr, *scratch, tiles):
+    """Program p, the tiles on a diagonal, g = n + m - 1 - reach + p: gradients of blocks g and g + 1 of r."""
+    d, N, queries = tiles.reach - pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)
+    g = tiles.n + tiles.m - 1 - d
+    r_low, r_high = _at(r, g, N), _at(r, g + 1, N)
+
+    def body(i, carry):
+        j = i + tiles.m - d
+        _, ds, _, q_v, _ = _rebuilt(i, j, queries, _at(k, j, N), _at(v, j, N), r_low, r_high, 0, scratch, tiles)
+        turned, in_low = _roll(ds, 1, scratch, tiles, left=True), _in_low(N)
+        parts = jnp.where(in_low, turned, 0), jnp.where(in_low, 0, turned)
+        return tuple(total + _dot(part.astype(q_v.dtype), q_v, (0, 0)) for total, part in zip(carry, parts))
+
+    zero = jnp.zeros(r_low.shape, jnp.float32)
+    low, high = lax.fori_loop(jnp.maximum(d - tiles.m, 0), tiles.n, body, (zero, zero))
+    dr[pl.ds(0, N), :], dr[pl.ds(N, N), :] = low, high
+
+
+def like(a):
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+# calling them: all arrays are [B, H, rows, channels], 1 for B or H where it has none; the grid is (tiles, H, B)
+
+_program = Primitive("relative_attention")  # around pallas_call, whose lowering for GPUs warns of its deprecation
+_program.multiple_results = True
+_program.def_abstract_eval(lambda *ins, call: [jax.core.ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(call, *ins)])
+
+
+@partial(mlir.register_lowering, _program)
+def _lower(ctx, *ins, call):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return mlir.lower_fun(call)(ctx, *ins)
+
+
+def _run(kernel, count, arrays, cut, out, tiles):
+    """Outputs of `count` programs for each head and row; cut: which arrays a program sees its share of, else whole."""
+    B, H = arrays[0].shape[:2]
+
+    def spec(a, cut=True):
+        index = lambda i, h, b: (b if a.shape[0] > 1 else 0, h if a.shape[1] > 1 else 0, i if cut else 0, 0)
+        return pl.BlockSpec((None, None, a.shape[2] // (count if cut else 1), a.shape[3]), index)
+
+    params = pltpu.CompilerParams(vmem_limit_bytes=2**26)
+    if tiles.device == "gpu":
+        params = plgpu.CompilerParams(num_warps=4 if kernel is _forward else 8, num_stages=2)
+        out = [*out, jax.ShapeDtypeStruct((B, H, count * 2 * tiles.N, tiles.N), jnp.float32)]
+    call = pl.pallas_call(
+        partial(kernel, tiles=tiles),
+        out,
+        grid=(count, H, B),
+        in_specs=[spec(a, a_cut) for a, a_cut in zip(arrays, cut)],
+        out_specs=[spec(a) for a in out],
+        compiler_params=params,
+        interpret=tiles.interpret,
+    )
+    return jax.jit(lambda *arrays: _program.bind(*arrays, call=call))(*arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(tiles, q_u, q_v, k, v, r, lo):
+    """Attention of whole tiles: r [1, H, S + N, K] has a tile of zeros at the end, lo is [B, 1, T, 1]."""
+    return _attention_forward(tiles, q_u, q_v, k, v, r, lo)[0]
+
+
+def _attention_forward(tiles, q_u, q_v, k, v, r, lo):
+    row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
+    out, lse = _run(_forward, tiles.n, (q_u, q_v, lo, k, v, r), [1, 1, 1, 0, 0, 0], [like(q_u), row], tiles)[:2]
+    return out, (q_u, q_v, k, v, r, lo, out, lse)
+
+
+def _attention_backward(tiles, kept, do):
+    q_u, q_v, k, v, r, lo, out, lse = kept
+    delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1, keepdims=True)
+    arrays, n_keys, count = (q_u, q_v, lo, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
+    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [like(q_u), like(q_v)], tiles)[:2]
+    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [like(k), like(v)], tiles)[:2]
+    (B, H, _, K), N = k.shape, tiles.N
+    halves = jax.ShapeDtypeStruct((B, H, count * 2 * N, K), jnp.float32)
+    dr = _run(_dr, count, arrays, [0] * 9, [halves], tiles)[0].reshape(B, H, count, 2, N, K).sum(0)
+    # A block of r has been g of one diagonal and g + 1 of the next. Diagonals end at the last block but the zeros.
+    pad = lambda a, before, after: jnp.pad(a, ((0, 0), (before, after), (0, 0), (0, 0)))
+    dr = pad(dr[:, :, 0], n_keys - count, 1) + pad(dr[:, :, 1], n_keys - count + 1, 0)
+    return dq_u, dq_v, dk, dv, dr.reshape(r.shape).astype(r.dtype), None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def attention(q_u, q_v, k, v, r, lo, *, block, window=None, drop=None, device=None, interpret=False):
+    """`attention` of attention.py, with its arguments and result, computed by the kernels above.
+
+    block: queries and keys of a tile, a power of two and at least 16; None: what the device runs best.
+    device: gpu or tpu, None: what there is; interpret: run on any device, for tests. ValueError where it can't be done.
+    """
+    device = device or jax.default_backend()
+    if device not in ("gpu", "tpu"):
+        raise ValueError(f"attention=pallas needs a gpu or a tpu, this is a {device}: give dense, chunked or auto")
+    if drop is not None:
+        raise ValueError("attention=pallas has no dropout of attention weights: give dropatt=0, or dense or chunked")
+    (H, T, K), S = q_u.shape[1:], k.shape[2]
+    N = block or (64 if device == "gpu" else 128)
+    before, width = (-T % N, -S % N), max(16, 1 << (K - 1).bit_length()) - K
+    pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, width)))
+    lo = jnp.pad(jnp.maximum(lo, 0) + before[1], ((0, 0), (before[0], 0)), constant_values=NOBODY)[:, None, :, None]
+    n, n_keys = (T + before[0]) // N, (S + before[1]) // N
+    tiles = Tiles(N, n, n_keys - n, min(n_keys, -(-((window or S) - 1) // N) + 1) - 1, device, interpret)
+    q_u, q_v, k, v = (pad(a, before[a is k or a is v]) for a in (q_u, q_v, k, v))
+    out = _attention(tiles, q_u, q_v, k, v, pad(r[None], before[1], N), lo)
+    return out[:, :, before[0] :, :K]
