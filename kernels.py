@@ -59,10 +59,11 @@ def _roll(x, slot, scratch, tiles, left=False):
         return pltpu.roll(x, N - 1 if left else 1, 1, stride=N - 1 if left else 1, stride_axis=0)
     a, b = (lax.broadcasted_iota(jnp.int32, (N, N), axis) for axis in (0, 1))
     [ref] = scratch
-    ref[pl.ds(slot * N, N), :] = x
+    for half in (0, N):  # twice side by side, so that reading needs no modulo and its addresses no registers
+        ref[pl.ds(slot * N, N), pl.ds(half, N)] = x
     if not tiles.interpret:
         plgpu.debug_barrier()
-    return ref[slot * N + a, (b + a + 1 if left else b - a - 1) & (N - 1)]
+    return ref[slot * N + a, (a + 1 if left else N - 1 - a) + b]
 
 
 def _in_low(N):
@@ -104,47 +105,45 @@ def _forward(q_u, q_v, lo, k, v, r, out, lse, *scratch, tiles):
     lse[...] = jnp.where(top == HIDDEN / 2, 0, top + jnp.log(total))  # finite: then all its weights are rebuilt as 0
 
 
+def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
+    """Weights of tile i, j and gradients of its scores. queries: the arrays of `_dq`, tile i; band: blocks g, g + 1."""
+    q_u, q_v, lo, do, lse, delta = queries
+    low, high = (_dot(q_v, r, (1, 1)) for r in band)
+    weights = jnp.exp(_scores(q_u, k, low, high, lo, i, j, slot, scratch, tiles) - lse)
+    return weights, weights * (_dot(do, v, (1, 1)) - delta)
+
+
 def _dq(q_u, q_v, lo, do, lse, delta, k, v, r, dq_u, dq_v, *scratch, tiles):
     """Program i, a tile of queries: gradients of its q_u and q_v."""
-    i, N = pl.program_id(0), tiles.N
-    q_u, q_v, lo, do, lse, delta = (ref[...] for ref in (q_u, q_v, lo, do, lse, delta))
-    first, own, zero = jnp.maximum(i + tiles.m - tiles.reach, 0), i + tiles.m, jnp.zeros(q_u.shape, jnp.float32)
+    i, N, queries = pl.program_id(0), tiles.N, [ref[...] for ref in (q_u, q_v, lo, do, lse, delta)]
+    own, zero = i + tiles.m, jnp.zeros(q_u.shape, jnp.float32)
 
     def body(j, carry):
-        du, dv, low, before = carry
-        r_low, r_high = (_at(r, j - i + tiles.n - 1 + more, N) for more in (0, 1))
-        high = _dot(q_v, r_high, (1, 1))
-        weights = jnp.exp(_scores(q_u, _at(k, j, N), low, high, lo, i, j, 0, scratch, tiles) - lse)
-        ds = weights * (_dot(do, _at(v, j, N), (1, 1)) - delta)
+        sum_u, sum_v, before = carry
+        keys, g = _at(k, j, N), j - i + tiles.n - 1
+        band = _at(r, g, N), _at(r, g + 1, N)
+        _, ds = _rebuilt(i, j, queries, keys, _at(v, j, N), band, 0, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
-        # Block g: this tile's part, and the part that the tile before, whose g + 1 it was, left for it.
-        du += _dot(ds.astype(k.dtype), _at(k, j, N))
-        dv += _dot(jnp.where(_in_low(N), turned, before).astype(r.dtype), r_low)
-        return du, dv, high, turned
+        # All of block g: this tile's part, and what the tile before has left, whose g + 1 it was.
+        block = jnp.where(_in_low(N), turned, before).astype(r.dtype)
+        return sum_u + _dot(ds.astype(k.dtype), keys), sum_v + _dot(block, band[0]), turned
 
-    low = _dot(q_v, _at(r, first - i + tiles.n - 1, N), (1, 1))
-    du, dv, _, _ = lax.fori_loop(first, own + 1, body, (zero, zero, low, jnp.zeros((N, N), jnp.float32)))
-    dq_u[...], dq_v[...] = du.astype(dq_u.dtype), dv.astype(dq_v.dtype)
-
-
-def _rebuilt(i, j, queries, k, v, r_low, r_high, slot, scratch, tiles):
-    """weights, ds, q_u, q_v, do of tile i, j, whose queries' arrays are read here."""
-    q_u, q_v, lo, do, lse, delta = (_at(ref, i, tiles.N) for ref in queries)
-    low, high = _dot(q_v, r_low, (1, 1)), _dot(q_v, r_high, (1, 1))
-    weights = jnp.exp(_scores(q_u, k, low, high, lo, i, j, slot, scratch, tiles) - lse)
-    return weights, weights * (_dot(do, v, (1, 1)) - delta), q_u, q_v, do
+    start = zero, zero, jnp.zeros((N, N), jnp.float32)
+    sum_u, sum_v, _ = lax.fori_loop(jnp.maximum(own - tiles.reach, 0), own + 1, body, start)
+    dq_u[...], dq_v[...] = sum_u.astype(dq_u.dtype), sum_v.astype(dq_v.dtype)
 
 
 def _dkv(q_u, q_v, lo, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
     """Program j, a tile of keys: their gradients and their values'."""
-    j, N, queries = pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)
+    j, N, arrays = pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)
     k, v, zero = k[...], v[...], jnp.zeros(k.shape, jnp.float32)
 
     def body(i, carry):
-        r_low, r_high = (_at(r, j - i + tiles.n - 1 + more, N) for more in (0, 1))
-        weights, ds, q_u, _, do = _rebuilt(i, j, queries, k, v, r_low, r_high, i & 1, scratch, tiles)
         sum_k, sum_v = carry
-        return sum_k + _dot(ds.astype(q_u.dtype), q_u, (0, 0)), sum_v + _dot(weights.astype(do.dtype), do, (0, 0))
+        queries, g = [_at(ref, i, N) for ref in arrays], j - i + tiles.n - 1
+        weights, ds = _rebuilt(i, j, queries, k, v, (_at(r, g, N), _at(r, g + 1, N)), i & 1, scratch, tiles)
+        sum_k += _dot(ds.astype(k.dtype), queries[0], (0, 0))
+        return sum_k, sum_v + _dot(weights.astype(v.dtype), queries[3], (0, 0))
 
     first, stop = jnp.maximum(j - tiles.m, 0), jnp.minimum(j - tiles.m + tiles.reach + 1, tiles.n)
     sum_k, sum_v = lax.fori_loop(first, stop, body, (zero, zero))
@@ -152,19 +151,18 @@ def _dkv(q_u, q_v, lo, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
 
 
 def _dr(q_u, q_v, lo, do, lse, delta, k, v, r, dr, *scratch, tiles):
-    """Program p, the tiles on a diagonal, g = n + m - 1 - reach + p: gradients of blocks g and g + 1 of r."""
-    d, N, queries = tiles.reach - pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)
+    """Program p, the tiles on a diagonal: its part of the gradients of blocks g and g + 1, one below the other."""
+    d, N, arrays = tiles.reach - pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)  # d: tiles that j lies back
     g = tiles.n + tiles.m - 1 - d
-    r_low, r_high = _at(r, g, N), _at(r, g + 1, N)
+    band, zero = (_at(r, g, N), _at(r, g + 1, N)), jnp.zeros((N, r.shape[1]), jnp.float32)
 
     def body(i, carry):
-        j = i + tiles.m - d
-        _, ds, _, q_v, _ = _rebuilt(i, j, queries, _at(k, j, N), _at(v, j, N), r_low, r_high, 0, scratch, tiles)
-        turned, in_low = _roll(ds, 1, scratch, tiles, left=True), _in_low(N)
+        j, queries, in_low = i + tiles.m - d, [_at(ref, i, N) for ref in arrays], _in_low(N)
+        _, ds = _rebuilt(i, j, queries, _at(k, j, N), _at(v, j, N), band, 0, scratch, tiles)
+        turned = _roll(ds, 1, scratch, tiles, left=True)
         parts = jnp.where(in_low, turned, 0), jnp.where(in_low, 0, turned)
-        return tuple(total + _dot(part.astype(q_v.dtype), q_v, (0, 0)) for total, part in zip(carry, parts))
+        return tuple(total + _dot(part.astype(r.dtype), queries[1], (0, 0)) for total, part in zip(carry, parts))
 
-    zero = jnp.zeros(r_low.shape, jnp.float32)
     low, high = lax.fori_loop(jnp.maximum(d - tiles.m, 0), tiles.n, body, (zero, zero))
     dr[pl.ds(0, N), :], dr[pl.ds(N, N), :] = low, high
 
@@ -197,8 +195,9 @@ def _run(kernel, count, arrays, cut, out, tiles):
 
     params = pltpu.CompilerParams(vmem_limit_bytes=2**26)
     if tiles.device == "gpu":
-        params = plgpu.CompilerParams(num_warps=4 if kernel is _forward else 8, num_stages=2)
-        out = [*out, jax.ShapeDtypeStruct((B, H, count * 2 * tiles.N, tiles.N), jnp.float32)]
+        # More stages would fetch the next tile's scratch before it is written: Triton minds no barrier there.
+        params = plgpu.CompilerParams(num_warps=4 if kernel is _forward and tiles.N == 64 else 8, num_stages=1)
+        out = [*out, jax.ShapeDtypeStruct((B, H, count * 2 * tiles.N, 2 * tiles.N), jnp.float32)]
     call = pl.pallas_call(
         partial(kernel, tiles=tiles),
         out,
@@ -253,7 +252,7 @@ def attention(q_u, q_v, k, v, r, lo, *, block, window=None, drop=None, device=No
     if drop is not None:
         raise ValueError("attention=pallas has no dropout of attention weights: give dropatt=0, or dense or chunked")
     (H, T, K), S = q_u.shape[1:], k.shape[2]
-    N = block or (64 if device == "gpu" else 128)
+    N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
     before, width = (-T % N, -S % N), max(16, 1 << (K - 1).bit_length()) - K
     pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, width)))
     lo = jnp.pad(jnp.maximum(lo, 0) + before[1], ((0, 0), (before[0], 0)), constant_values=NOBODY)[:, None, :, None]
