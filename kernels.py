@@ -55,9 +55,13 @@ def _at(ref, tile, N):
 def _roll(x, slot, scratch, tiles, left=False):
     """x [N, N] with row a rolled by a + 1. slot, 0 or 1: not that of the call before, so that one barrier will do."""
     N = tiles.N
-    if tiles.device == "tpu":
-        return pltpu.roll(x, N - 1 if left else 1, 1, stride=N - 1 if left else 1, stride_axis=0)
     a, b = (lax.broadcasted_iota(jnp.int32, (N, N), axis) for axis in (0, 1))
+    if tiles.device == "tpu" and not left:
+        return pltpu.roll(x, 1, 1, stride=1, stride_axis=0)
+    if tiles.device == "tpu":  # where the stride can't be negative: by the bits of a + 1
+        for step in (1 << bit for bit in range(N.bit_length() - 1)):
+            x = jnp.where((a + 1) & step != 0, pltpu.roll(x, N - step, 1), x)
+        return x
     [ref] = scratch
     for half in (0, N):  # twice side by side, so that reading needs no modulo and its addresses no registers
         ref[pl.ds(slot * N, N), pl.ds(half, N)] = x
@@ -167,15 +171,19 @@ def _dr(q_u, q_v, lo, do, lse, delta, k, v, r, dr, *scratch, tiles):
     dr[pl.ds(0, N), :], dr[pl.ds(N, N), :] = low, high
 
 
-def like(a):
+def _like(a):
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def _aval(a):
+    return jax.core.ShapedArray(a.shape, a.dtype)
 
 
 # calling them: all arrays are [B, H, rows, channels], 1 for B or H where it has none; the grid is (tiles, H, B)
 
 _program = Primitive("relative_attention")  # around pallas_call, whose lowering for GPUs warns of its deprecation
 _program.multiple_results = True
-_program.def_abstract_eval(lambda *ins, call: [jax.core.ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(call, *ins)])
+_program.def_abstract_eval(lambda *ins, call: jax.tree.map(_aval, jax.eval_shape(call, *ins)))
 
 
 @partial(mlir.register_lowering, _program)
@@ -218,7 +226,7 @@ def _attention(tiles, q_u, q_v, k, v, r, lo):
 
 def _attention_forward(tiles, q_u, q_v, k, v, r, lo):
     row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
-    out, lse = _run(_forward, tiles.n, (q_u, q_v, lo, k, v, r), [1, 1, 1, 0, 0, 0], [like(q_u), row], tiles)[:2]
+    out, lse = _run(_forward, tiles.n, (q_u, q_v, lo, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)[:2]
     return out, (q_u, q_v, k, v, r, lo, out, lse)
 
 
@@ -226,8 +234,8 @@ def _attention_backward(tiles, kept, do):
     q_u, q_v, k, v, r, lo, out, lse = kept
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1, keepdims=True)
     arrays, n_keys, count = (q_u, q_v, lo, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
-    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [like(q_u), like(q_v)], tiles)[:2]
-    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [like(k), like(v)], tiles)[:2]
+    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)[:2]
+    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)[:2]
     (B, H, _, K), N = k.shape, tiles.N
     halves = jax.ShapeDtypeStruct((B, H, count * 2 * N, K), jnp.float32)
     dr = _run(_dr, count, arrays, [0] * 9, [halves], tiles)[0].reshape(B, H, count, 2, N, K).sum(0)
@@ -240,24 +248,29 @@ def _attention_backward(tiles, kept, do):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def attention(q_u, q_v, k, v, r, lo, *, block, window=None, drop=None, device=None, interpret=False):
-    """`attention` of attention.py, with its arguments and result, computed by the kernels above.
+def check(device):
+    """ValueError where a backend, by its name, can't run the kernels."""
+    if device not in ("gpu", "tpu"):
+        raise ValueError(f"attention=pallas runs on a gpu or a tpu, this is a {device}: give auto, chunked or dense")
+
+
+def attention(q_u, q_v, k, v, r, lo, *, block=None, window=None, drop=None, device=None, interpret=False):
+    """`attention` of attention.py, with its arguments and result, for float32 and bfloat16; drop must be None.
 
     block: queries and keys of a tile, a power of two and at least 16; None: what the device runs best.
-    device: gpu or tpu, None: what there is; interpret: run on any device, for tests. ValueError where it can't be done.
+    device: gpu or tpu, None: the one that is there; interpret: run that one's program on any device, for tests.
     """
     device = device or jax.default_backend()
-    if device not in ("gpu", "tpu"):
-        raise ValueError(f"attention=pallas needs a gpu or a tpu, this is a {device}: give dense, chunked or auto")
-    if drop is not None:
-        raise ValueError("attention=pallas has no dropout of attention weights: give dropatt=0, or dense or chunked")
-    (H, T, K), S = q_u.shape[1:], k.shape[2]
+    check(device)
+    if drop is not None or q_u.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"attention=pallas knows no dropatt and no {q_u.dtype}: give chunked or dense")
+    T, K, S = *q_u.shape[2:], k.shape[2]
     N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
-    before, width = (-T % N, -S % N), max(16, 1 << (K - 1).bit_length()) - K
-    pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, width)))
-    lo = jnp.pad(jnp.maximum(lo, 0) + before[1], ((0, 0), (before[0], 0)), constant_values=NOBODY)[:, None, :, None]
-    n, n_keys = (T + before[0]) // N, (S + before[1]) // N
-    tiles = Tiles(N, n, n_keys - n, min(n_keys, -(-((window or S) - 1) // N) + 1) - 1, device, interpret)
-    q_u, q_v, k, v = (pad(a, before[a is k or a is v]) for a in (q_u, q_v, k, v))
-    out = _attention(tiles, q_u, q_v, k, v, pad(r[None], before[1], N), lo)
-    return out[:, :, before[0] :, :K]
+    pad_t, pad_s, pad_k = -T % N, -S % N, max(16, 1 << (K - 1).bit_length()) - K
+    pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, pad_k)))
+    lo = jnp.pad(jnp.maximum(lo, 0) + pad_s, ((0, 0), (pad_t, 0)), constant_values=NOBODY)
+    n, n_keys = (T + pad_t) // N, (S + pad_s) // N
+    reach = min(-(-((window or S) - 1) // N), n_keys - 1)
+    tiles = Tiles(N, n, n_keys - n, reach, device, interpret)
+    arrays = pad(q_u, pad_t), pad(q_v, pad_t), pad(k, pad_s), pad(v, pad_s), pad(r[None], pad_s, N)
+    return _attention(tiles, *arrays, lo[:, None, :, None])[:, :, pad_t:, :K]
