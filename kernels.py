@@ -106,7 +106,7 @@ def _forward(q_u, q_v, lo, k, v, r, out, lse, *scratch, tiles):
     acc, top, total, _ = lax.fori_loop(first, own + 1, body, start)
     total = jnp.where(total == 0, 1, total)
     out[...] = (acc / total).astype(out.dtype)
-    lse[...] = jnp.where(top == HIDDEN / 2, 0, top + jnp.log(total))  # finite: then all its weights are rebuilt as 0
+    lse[...] = top + jnp.log(total)
 
 
 def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
@@ -272,5 +272,5 @@ def attention(q_u, q_v, k, v, r, lo, *, block=None, window=None, drop=None, devi
     n, n_keys = (T + pad_t) // N, (S + pad_s) // N
     reach = min(-(-((window or S) - 1) // N), n_keys - 1)
     tiles = Tiles(N, n, n_keys - n, reach, device, interpret)
-    arrays = pad(q_u, pad_t), pad(q_v, pad_t), pad(k, pad_s), pad(v, pad_s), pad(r[None], pad_s, N)
+    arrays = pad(q_u, pad_t), pad(q_v, pad_t), pad(k, pad_s), pad(v, pad_s), pad(r[None, :, :S], pad_s, N)
     return _attention(tiles, *arrays, lo[:, None, :, None])[:, :, pad_t:, :K]

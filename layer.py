@@ -60,10 +60,20 @@ def layer_norm(x, scale, bias):
 
 
 def attention_block(cfg, T):
-    """How many queries at a time chunked attention takes for segments of T; None: dense."""
+    """How many queries at a time chunked attention takes for segments of T; None: dense or pallas."""
     # On a CPU, scores that stay in its cache are worth computing twice.
     auto = "chunked" if jax.default_backend() == "cpu" or T >= 4 * cfg.attn_block else "dense"
-    return None if (auto if cfg.attention == "auto" else cfg.attention) == "dense" else cfg.attn_block
+    return cfg.attn_block if (auto if cfg.attention == "auto" else cfg.attention) == "chunked" else None
+
+
+def attention_of(cfg):
+    """The attention function of a config. ValueError where this machine's devices can't run it."""
+    if cfg.attention != "pallas":
+        return attention
+    import kernels
+
+    kernels.check(jax.default_backend())
+    return kernels.attention
 
 
 # the parts; p: one layer's parameters in cfg.dtype
@@ -110,7 +120,7 @@ def attention_layer(x, mem, lo, key, p, positions, number, cfg):
         drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
         window = cfg.mem_len + 1 if cfg.same_length else None
         block = attention_block(cfg, x.shape[1])
-        out = attention(q_u, q_v, *keys(cat, p, cfg), r, lo, block=block, window=window, drop=drop)
+        out = attention_of(cfg)(q_u, q_v, *keys(cat, p, cfg), r, lo, block=block, window=window, drop=drop)
         return attended(x, out, p, cfg, key, number)
 
 

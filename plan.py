@@ -22,9 +22,10 @@ KNOBS = ("remat", "attention", "layer_rows", "loss_chunk", "dtype")  # the confi
 def candidates(cfg, run, rows):
     """[(cfg, run)]: what the flags ask for, then at most 11 more, from cheap to thrifty; rows: those of a device."""
     chunk = cfg.loss_chunk or 1024
-    thrifty = dict(remat="full", attention="chunked", loss_chunk=chunk, layer_rows=1)
-    steps = [dict(remat="none", attention="dense"), dict(remat="none", attention="chunked", loss_chunk=chunk)]
-    steps += [dict(remat="dots", attention="chunked", loss_chunk=chunk)]
+    fast, lean = ("pallas", "pallas") if cfg.attention == "pallas" else ("dense", "chunked")
+    thrifty = dict(remat="full", attention=lean, loss_chunk=chunk, layer_rows=1)
+    steps = [dict(remat="none", attention=fast), dict(remat="none", attention=lean, loss_chunk=chunk)]
+    steps += [dict(remat="dots", attention=lean, loss_chunk=chunk)]
     if jax.default_backend() != "cpu":  # there few rows are taken at a time anyway
         steps += [dict(thrifty, layer_rows=cfg.layer_rows)]
     parts = [p for p in range(2, rows + 1) if rows % p == 0]
@@ -51,6 +52,8 @@ def recompute(cfg, run):
         again = scores + project
     if block is not None and block < T:
         again += scores
+    if cfg.attention == "pallas":
+        again += 4 * scores  # its gradients: 18 products of T x S x K where 6 would do
     return 1 + (cfg.n_layer * again + (loss if 0 < cfg.loss_chunk else 0)) / (3 * once)
 
 

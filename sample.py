@@ -151,6 +151,7 @@ def main(argv=None):
     try:
         opts = Sample(**given)
         model = train.load(opts.run or checkpoint.newest_run())
+        model = model._replace(cfg=replace(model.cfg, attention="auto"))  # what was trained on a GPU is read anywhere
         cfg, params, vocab, run = model
         if opts.reset_on:
             cfg = replace(cfg, reset_on=tokenizer.one_id(vocab, opts.reset_on, "reset_on"))

@@ -277,6 +277,7 @@ def settle(given):
         raise ValueError(f"n_token={cfg.n_token} is less than the vocabulary's {tokenizer.size(vocab)}: leave it out")
     if run.resume and corpus.sha256 != source.run["corpus"]:
         raise ValueError(f"{run.resume} was trained on other data: start a new run from it with --init {run.resume}")
+    txl.attention_of(cfg)  # ValueError where no device can run it
     return cfg, run, corpus._replace(vocab=vocab), source
 
 

@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attention import HIDDEN, attention, softmax_parts
+from attention import HIDDEN, softmax_parts
 from embedding import clusters, embed, logits, nats, out_proj_name, width
 from layer import (
     attended,
     attention_block,
     attention_layer,
+    attention_of,
     dropout,
     feed_forward,
     first_visible,
@@ -37,7 +38,7 @@ from layer import (
 
 DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
-ATTENTION = ("auto", "dense", "chunked")
+ATTENTION = ("auto", "dense", "chunked", "pallas")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Config:
     cutoffs: tuple = ()  # adaptive softmax: first ids of the tail clusters, ascending; (): one softmax
     div_val: int = 1  # adaptive softmax: each tail cluster's embedding is this many times narrower
     remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
-    attention: str = "auto"  # dense, chunked (no T x S array kept); auto: chunked on a CPU and from 4 blocks of queries
+    attention: str = "auto"  # dense, chunked, pallas (GPU, TPU); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention
     layer_rows: int = 0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: few on a CPU, else all
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
@@ -88,6 +89,9 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(known)}")
         if self.reset_on >= self.n_token:
             raise ValueError(f"reset_on={self.reset_on} is no id: give -1 to {self.n_token - 1}")
+        if self.attention == "pallas" and (self.dropatt or self.dtype == "float64"):
+            found = f"dropatt={self.dropatt}, dtype={self.dtype}"
+            raise ValueError(f"attention=pallas knows no dropatt and no float64, here {found}: give chunked or dense")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: sines and cosines need an even width")
         edges = (0, *self.cutoffs, self.n_token)
@@ -317,7 +321,7 @@ def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
 
     new_k, new_v = lax.optimization_barrier((new_k, new_v))
     k, v = joined(k, new_k), joined(v, new_v)
-    attend = lambda q_u, q_v, k, v, lo: attention(q_u, q_v, k, v, r, lo, **how)
+    attend = lambda q_u, q_v, k, v, lo: attention_of(cfg)(q_u, q_v, k, v, r, lo, **how)
     out = _in_rows(attend, (q_u, q_v, k, v, lo), max(2**16 // (T * (M + T)), 1), cfg)
     return out, *(a[:, :, T - 1 :].reshape(B * H, M + 1, K) for a in (k, v))
 

@@ -15,6 +15,7 @@ from conftest import REFERENCE, load_reference, make_ids, make_mems, make_params
 
 import layer
 import txl
+from attention import attention as plain_attention
 from data.import_checkpoint import convert
 
 # Sizes differ pairwise: L 2, H 3, M 4, K 5, B 6, T 7, D 10, S 11, F 14, V 23.
@@ -48,7 +49,7 @@ init_cache = jax.jit(txl.init_cache, static_argnames=("cfg", "batch"))
 init_params = jax.jit(txl.init_params, static_argnames="cfg")
 sinusoids = jax.jit(layer.sinusoids, static_argnames="cfg")
 gradients = jax.jit(jax.value_and_grad(loss_and_all, has_aux=True), static_argnames="cfg")
-attention = jax.jit(txl.attention, static_argnames=("block", "window"))
+attention = jax.jit(plain_attention, static_argnames=("block", "window"))
 
 
 def in_segments(call, ids, cuts, state):
@@ -317,7 +318,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_finite_gradients(block):
 
     @jax.jit
     def run(args):
-        out, pull = jax.vjp(lambda *args: txl.attention(*args, lo, block=block), *args)
+        out, pull = jax.vjp(lambda *args: plain_attention(*args, lo, block=block), *args)
         return out, pull(out + 1)
 
     out, grads = run(args)
@@ -645,7 +646,7 @@ def test_attention_dropout_drops_its_rate_by_head_query_and_key():
     rate, (batch, H, T, S) = 0.3, (4, 3, 60, 60)
     seeds = np.array([[55, 9], [55, 7], [3, 7], [3, 1 << 31]], np.uint32)  # neighbours share one of two words
     nothing, values = np.zeros((batch, H, T, S), np.float32), np.eye(S, dtype=np.float32)
-    run = jax.jit(lambda lo: txl.attention(
+    run = jax.jit(lambda lo: plain_attention(
         nothing, nothing, nothing, jnp.broadcast_to(values, (batch, H, S, S)), nothing[0], lo, block=13,
         drop=(seeds, rate),
     ))  # fmt: skip
@@ -724,7 +725,7 @@ def test_products_of_bfloat16_that_give_scores_values_and_logits_are_float32():
     """Read from the program before XLA, since a CPU computes such products wider than it is asked to."""
     cfg, bf16 = small(dtype="bfloat16"), jnp.bfloat16
     lo, args = np.zeros((1, 7), np.int32), attention_inputs(7, 4, np.zeros((1, 7)), jnp.bfloat16)
-    attend = jax.make_jaxpr(lambda *args: txl.attention(*args, lo, block=3))(*args)
+    attend = jax.make_jaxpr(lambda *args: plain_attention(*args, lo, block=3))(*args)
     nats = lambda params, hidden: txl.nats(params, hidden, np.zeros((1, 7), np.int32), cfg)
     for text, n in ((attend, 3), (jax.make_jaxpr(nats)(make_params(cfg), np.zeros((1, 7, 10), bf16)), 1)):
         assert str(text).count("dot_general") == str(text).count("preferred_element_type=float32") == n

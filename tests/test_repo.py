@@ -14,7 +14,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py")
 BENCH = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("bench/*.py"))
 OURS = {name.split("/")[0].removesuffix(".py") for name in FILES}
 RUNNING = {"jax", "jaxlib", "optax", "numpy"}
-OPTIONAL = {"matplotlib", "torch", "safetensors"}  # inside the one function that needs them
+OPTIONAL = {"matplotlib", "torch", "safetensors", "kernels"}  # inside the one function that needs them
 NOT_FOR_IMPORT = {"sample", "bench", "tests"} | {path.stem for path in ROOT.glob("tests/*.py")}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 

@@ -1,0 +1,258 @@
+"""The fused attention: interpreted, against dense attention; lowered for devices that aren't here; refused."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_ids, make_mems, make_params, worst
+from jax.extend.core import jaxprs_in_params
+from runs import TINY, call, refused, save_model
+
+import kernels
+import plan
+import sample
+import train
+import txl
+from attention import attention
+from data import tokenizer
+
+BF16 = jnp.bfloat16
+
+
+def inputs(B, H, T, M, K, dtype=np.float32, seed=0):
+    """q_u, q_v, k, v, r and a cotangent of the output, standard normal."""
+    rng, S = np.random.default_rng(seed), M + T
+    shapes = [(B, H, T, K)] * 2 + [(B, H, S, K)] * 2 + [(H, S, K), (B, H, T, K)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def with_gradients(attend, args, cotangent):
+    """Output and all gradients of an attention whose queries are still to be scaled."""
+
+    def scaled(q_u, q_v, *others):
+        scale = q_u.shape[-1] ** -0.5
+        return attend((q_u * scale).astype(q_u.dtype), (q_v * scale).astype(q_v.dtype), *others)
+
+    def run(*args):
+        out, pull = jax.vjp(scaled, *args)
+        return out, *pull(cotangent)
+
+    return jax.jit(run)(*args)
+
+
+def first(T, M, *fills, window=None):
+    """lo [B, T] of memory filled to `fills`, and of a window."""
+    lo = np.maximum(M - np.array(fills)[:, None], 0)
+    return np.maximum(lo, np.arange(T) + M + 1 - (window or M + T)).astype(np.int32)
+
+
+def scattered(T, M):
+    """First visible keys as of documents, with queries that see nothing among them, a whole block of 16 of them too."""
+    lo = np.random.default_rng(3).integers(0, T + M, (2, T)).astype(np.int32)
+    lo[1, 20:44] = T + M
+    return lo
+
+
+CASES = {  # B, H, T, M, K, lo, window, block
+    "lengths that are no multiples of a block longer than T": (2, 3, 37, 54, 41, first(37, 54, 54, 11), None, 64),
+    "no memory, a head of 64": (2, 1, 37, 0, 64, first(37, 0, 0, 0), None, 16),
+    "one query, no memory": (2, 3, 1, 0, 41, first(1, 0, 0, 0), None, 16),
+    "a window shorter than memory, one row": (1, 2, 37, 54, 5, first(37, 54, 54, window=21), 21, 16),
+    "a window of memory's length": (2, 1, 70, 33, 5, first(70, 33, 33, 7, window=33), 33, 16),
+    "same_length": (2, 1, 70, 33, 5, first(70, 33, 33, 7, window=34), 34, 16),
+    "documents and queries that see nothing": (2, 3, 70, 31, 5, scattered(70, 31), None, 16),
+}
+
+
+def compare(name, dtype, device, clamp=None):
+    """(fused, dense in float32): output and all gradients of a case."""
+    B, H, T, M, K, lo, window, block = CASES[name]
+    *args, cotangent = inputs(B, H, T, M, K, dtype)
+    if clamp:
+        args[4] = args[4][:, -1 - np.minimum(np.arange(M + T), clamp)[::-1]]
+    fused = partial(kernels.attention, lo=lo, block=block, window=window, device=device, interpret=True)
+    got = with_gradients(fused, args, cotangent)
+    assert all(g.dtype == dtype and g.shape == a.shape for g, a in zip(got, (cotangent, *args)))
+    wide = lambda a: a.astype(jnp.float32)
+    want = with_gradients(partial(attention, lo=lo, block=None), [wide(a) for a in args], wide(cotangent))
+    return [np.asarray(wide(g)) for g in got], [np.asarray(w) for w in want]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_dense_attention(name):
+    got, want = compare(name, jnp.float32, "gpu")
+    assert worst(got, want) < 5e-6  # sums of up to 91 float32 products of order 1, in another order
+    B, H, T, M, K, lo, *_ = CASES[name]
+    blind = np.broadcast_to((lo > np.arange(T) + M)[:, None, :, None], got[0].shape)
+    assert (got[0][blind] == 0).all() and (got[1][blind] == 0).all() and (got[2][blind] == 0).all()
+    assert blind.any() == (name == "documents and queries that see nothing")
+
+
+@pytest.mark.parametrize("name", list(CASES)[:4:3])
+def test_the_program_for_a_tpu_gives_the_same(name):
+    got, want = compare(name, jnp.float32, "tpu", clamp=9)
+    assert worst(got, want) < 5e-6
+
+
+@pytest.mark.parametrize("name", [list(CASES)[0], list(CASES)[5]])
+def test_bfloat16_is_as_near_to_float32_as_its_rounding(name):
+    for got, want in zip(*compare(name, BF16, "gpu")):
+        assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)  # a unit in the last place is 8e-3
+
+
+def test_the_position_term_obeys_the_addition_theorem():
+    """A second reference without any shift: a query turned by its position times the sines of a key's place."""
+    cfg, (B, H, T, M, K) = txl.Config(d_model=26), (2, 3, 37, 18, 5)
+    q_u, q_v, k, v, _, _ = inputs(B, H, T, M, K)
+    w_r = np.random.default_rng(1).standard_normal((26, H, K)) / 5
+    r = np.einsum("xd,dhk->hxk", txl.sinusoids(jnp.arange(M + T - 1, -1, -1), cfg), w_r).astype(np.float32)
+    lo = np.zeros((B, T), np.int32)
+    out = jax.jit(partial(kernels.attention, lo=lo, block=16, device="gpu", interpret=True))(q_u, q_v, k, v, r)
+
+    table = lambda places: np.split(np.asarray(txl.sinusoids(places, cfg), np.float64), 2, 1)
+    (sin_t, cos_t), (sin_s, cos_s) = table(jnp.arange(M, M + T)), table(jnp.arange(M + T))
+    of_sin, of_cos = np.split(np.einsum("bhtk,dhk->bhtd", np.asarray(q_v, np.float64), w_r), 2, 3)
+    scores = np.einsum("bhtd,sd->bhts", of_sin * sin_t + of_cos * cos_t, cos_s)
+    scores += np.einsum("bhtd,sd->bhts", of_cos * sin_t - of_sin * cos_t, sin_s)
+    scores += np.einsum("bhtk,bhsk->bhts", q_u, k)
+    weights = np.where(np.tri(T, M + T, M, dtype=bool), np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    want = np.einsum("bhts,bhsk->bhtk", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(out, want, 0, 2e-5)  # sines of float32 angles up to 55
+
+
+def test_the_shift_keeps_the_cells_of_the_right_distance():
+    cells = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.float32)  # columns: distances 2, 1, 0
+    r = np.eye(3, dtype=np.float32)[None]
+    values = np.eye(3, dtype=np.float32)[None, None]
+    lo, zero = np.zeros((1, 3), np.int32), np.zeros((1, 1, 3, 3), np.float32)
+    out = kernels.attention(zero, cells[None, None], zero, values, r, lo, block=16, device="gpu", interpret=True)
+    for t, row in enumerate(([12.0], [21.0, 22], [30.0, 31, 32])):
+        want = np.exp(np.array(row) - row[-1])
+        np.testing.assert_allclose(out[0, 0, t], [*want / want.sum(), *[0] * (2 - t)], 0, 1e-6)
+
+
+# what is kept and what is lowered
+
+
+def arguments(T, dtype=jnp.float32, M=None):
+    B, H, K, M = 2, 2, 41, T if M is None else M
+    *args, cotangent = jax.eval_shape(lambda: inputs(B, H, T, M, K, dtype))
+    return (*args, jax.ShapeDtypeStruct((B, T), jnp.int32)), cotangent
+
+
+def gradients(*args, **options):
+    *args, lo = args
+    out, pull = jax.vjp(lambda *args: kernels.attention(*args, lo, **options), *args)
+    return out, pull(out)
+
+
+def largest(jaxpr):
+    """Elements of the largest array that a program makes outside its kernels, their scratch among them."""
+    inner = [largest(sub) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
+    outer = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
+    return max(inner + outer)
+
+
+def test_no_array_of_t_x_s_is_ever_made():
+    sizes = []
+    for T in (1024, 2048):
+        args, _ = arguments(T)
+        jaxpr = jax.make_jaxpr(partial(gradients, device="gpu"))(*args).jaxpr
+        sizes.append(largest(jaxpr))
+        assert sizes[-1] < T * 2 * T
+    assert sizes[1] == 2 * sizes[0]
+
+
+LOWER = f"""
+import sys, jax, jax.numpy as jnp, numpy as np
+sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]
+import test_kernels as t
+from jax.sharding import AbstractMesh, AxisType
+for device, platform, kind in (("gpu", "cuda", "NVIDIA H200"), ("tpu", "tpu", "TPU v5 lite")):
+    abstract = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132 if device == "gpu" else 1, platform=device)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        args, _ = t.arguments(150, dtype, M=91)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(t.partial(t.gradients, device=device, window=92)).trace(*args)
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+        print(device, text.count("stablehlo.custom_call"))
+got, want = t.compare("one query, no memory", jnp.float32, "gpu")
+print(t.worst(got, want) < 5e-6)
+"""
+
+
+def test_a_fresh_process_lowers_for_gpu_and_tpu_without_a_warning_and_computes_the_same():
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", LOWER]
+    found = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert found.stdout.splitlines() == ["gpu 4", "gpu 4", "tpu 4", "tpu 4", "True"], found.stdout + found.stderr
+    assert "deprecated" not in found.stderr
+
+
+# the model with it, and where it is refused
+
+
+def test_the_model_computes_the_same_with_it(monkeypatch):
+    cfg = txl.Config(n_token=23, n_layer=2, n_head=3, d_model=10, d_head=5, d_inner=14, mem_len=4, attention="dense")
+    cfg = dataclasses.replace(cfg, same_length=True, clamp_len=3)
+    fused = dataclasses.replace(cfg, attention="pallas")
+    interpreted = partial(kernels.attention, device="gpu", interpret=True)  # no such device here: as it would compute
+    monkeypatch.setattr(txl, "attention_of", lambda cfg: interpreted if cfg.attention == "pallas" else attention)
+    args = make_params(cfg), make_ids(cfg, 2, 8), make_mems(cfg, 2, fill=[0, 3])
+
+    @partial(jax.jit, static_argnums=0)
+    def run(cfg, params, ids, mems):
+        loss = lambda params: txl.loss_fn(params, ids[:, :-1], ids[:, 1:], mems, cfg)
+        hidden, _ = txl.read(params, ids, txl.init_cache(params, cfg, 2), cfg)
+        return jax.value_and_grad(loss, has_aux=True)(params), hidden
+
+    assert worst(run(fused, *args), run(cfg, *args)) < 2e-5
+
+
+@pytest.mark.parametrize("options", [dict(dropatt=0.1), dict(dtype="float64")])
+def test_what_it_can_not_do_is_refused_by_the_config(options):
+    with pytest.raises(ValueError, match="^attention=pallas .*(dropatt=0.1|dtype=float64).*dense") as e:
+        txl.Config(attention="pallas", **options)
+    assert "\n" not in str(e.value)
+
+
+def test_dropout_of_weights_and_a_cpu_are_refused():
+    *args, _ = inputs(1, 1, 3, 0, 4)
+    lo = np.zeros((1, 3), np.int32)
+    for options, words in ((dict(drop=(None, 0.1), device="gpu"), "dropatt"), ({}, "runs on a gpu or a tpu.*cpu")):
+        with pytest.raises(ValueError, match=words) as e:
+            kernels.attention(*args, lo, block=None, **options)
+        assert "\n" not in str(e.value)
+
+
+def test_asked_for_by_name_on_a_cpu_it_is_refused_before_anything_is_made(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be\n" * 300)
+    out, options = tmp_path / "run", TINY | dict(attention="pallas")
+    for words in ([], ["--plan"]):
+        outcome = call(train.main, *words, data=text, out=out, **options)
+        refused(outcome, "attention=pallas", "gpu", "tpu", "cpu", "chunked")
+    assert not out.exists()
+
+
+def test_a_checkpoint_that_was_trained_with_it_is_read_on_a_cpu(tmp_path):
+    vocab = tokenizer.build("byte", b"")
+    cfg = txl.Config(n_layer=1, n_head=2, d_model=8, d_head=4, d_inner=8, mem_len=5, attention="pallas")
+    run = save_model(tmp_path / "run", cfg, make_params(cfg), vocab)
+    outcome = call(sample.main, run=run, prompt="more than one segment of text", n_tokens=2)
+    assert outcome.code is None
+
+
+def test_the_plan_keeps_it_where_it_is_asked_for_and_knows_what_it_recomputes():
+    cfg, run = txl.Config(attention="pallas"), train.Run()
+    found = {setting.attention for setting, _ in plan.candidates(cfg, run, 4)}
+    assert found == {"pallas"}
+    assert "pallas" not in {setting.attention for setting, _ in plan.candidates(txl.Config(), run, 4)}
+    assert plan.recompute(cfg, run) > plan.recompute(dataclasses.replace(cfg, attention="dense"), run) == 1
