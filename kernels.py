@@ -30,7 +30,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 HIDDEN = -1e30  # the score of a key that is not visible
-NOBODY = 2**30  # the first visible key of a query that sees none
 
 
 class Tiles(NamedTuple):
@@ -268,7 +267,7 @@ def attention(q_u, q_v, k, v, r, lo, *, block=None, window=None, drop=None, devi
     N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
     pad_t, pad_s, pad_k = -T % N, -S % N, max(16, 1 << (K - 1).bit_length()) - K
     pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, pad_k)))
-    lo = jnp.pad(jnp.maximum(lo, 0) + pad_s, ((0, 0), (pad_t, 0)), constant_values=NOBODY)
+    lo = jnp.pad(jnp.maximum(lo, 0) + pad_s, ((0, 0), (pad_t, 0)))
     n, n_keys = (T + pad_t) // N, (S + pad_s) // N
     reach = min(-(-((window or S) - 1) // N), n_keys - 1)
     tiles = Tiles(N, n, n_keys - n, reach, device, interpret)

@@ -143,8 +143,8 @@ def test_the_shift_keeps_the_cells_of_the_right_distance():
 
 def arguments(T, dtype=jnp.float32, M=None):
     B, H, K, M = 2, 2, 41, T if M is None else M
-    *args, cotangent = jax.eval_shape(lambda: inputs(B, H, T, M, K, dtype))
-    return (*args, jax.ShapeDtypeStruct((B, T), jnp.int32)), cotangent
+    *args, _ = jax.eval_shape(lambda: inputs(B, H, T, M, K, dtype))
+    return *args, jax.ShapeDtypeStruct((B, T), jnp.int32)
 
 
 def gradients(*args, **options):
@@ -153,21 +153,41 @@ def gradients(*args, **options):
     return out, pull(out)
 
 
-def largest(jaxpr):
-    """Elements of the largest array that a program makes outside its kernels, their scratch among them."""
-    inner = [largest(sub) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
-    outer = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
-    return max(inner + outer)
+def equations(jaxpr):
+    """All equations of a program, those of its inner programs too, but not of its kernels."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def made(jaxpr):
+    """Shapes of the arrays that a program makes, the kernels' scratch among them."""
+    return [v.aval.shape for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "shape")]
 
 
 def test_no_array_of_t_x_s_is_ever_made():
     sizes = []
     for T in (1024, 2048):
-        args, _ = arguments(T)
+        args = arguments(T)
         jaxpr = jax.make_jaxpr(partial(gradients, device="gpu"))(*args).jaxpr
-        sizes.append(largest(jaxpr))
+        sizes.append(max(np.prod(shape) for shape in made(jaxpr)))
         assert sizes[-1] < T * 2 * T
     assert sizes[1] == 2 * sizes[0]
+
+
+def test_tiles_outside_of_all_windows_are_not_computed():
+    """A hidden key that is NaN would show: its weight is 0, the product is NaN."""
+    *args, cotangent = inputs(1, 1, 64, 64, 5)
+    broken = [a.at[:, :, :32].set(jnp.nan) if a.shape[2] == 128 else a for a in args]  # k and v; the first sees 48 on
+    run = partial(kernels.attention, lo=first(64, 64, 64, window=17), device="gpu", interpret=True, block=16)
+    assert all(np.isfinite(a).all() for a in with_gradients(partial(run, window=17), broken, cotangent))
+    assert np.isnan(with_gradients(run, broken, cotangent)[0]).any()
+
+
+def test_products_of_float32_are_not_rounded_on_the_way():
+    a = jnp.ones((16, 16))
+    assert "HIGHEST" in str(jax.make_jaxpr(kernels._dot)(a, a))  # a CPU would not show it: Triton's default is TF32
 
 
 LOWER = f"""
@@ -179,7 +199,7 @@ for device, platform, kind in (("gpu", "cuda", "NVIDIA H200"), ("tpu", "tpu", "T
     abstract = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132 if device == "gpu" else 1, platform=device)
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)
     for dtype in (jnp.float32, jnp.bfloat16):
-        args, _ = t.arguments(150, dtype, M=91)
+        args = t.arguments(150, dtype, M=91)
         with jax.sharding.use_abstract_mesh(mesh):
             traced = jax.jit(t.partial(t.gradients, device=device, window=92)).trace(*args)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -214,6 +234,8 @@ def test_the_model_computes_the_same_with_it(monkeypatch):
         return jax.value_and_grad(loss, has_aux=True)(params), hidden
 
     assert worst(run(fused, *args), run(cfg, *args)) < 2e-5
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(run, static_argnums=0)(fused, *args).jaxpr)]
+    assert names.count("relative_attention") == 1 + 3 + 2  # one scanned layer and its gradients, two layers of reading
 
 
 @pytest.mark.parametrize("options", [dict(dropatt=0.1), dict(dtype="float64")])
