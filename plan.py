@@ -39,18 +39,20 @@ def candidates(cfg, run, rows):
     return list(found)[:12]
 
 
+def products(cfg, T):
+    """Multiply-adds of matrix products for one row going forward: a layer's scores, projections, rest; the loss."""
+    S, H, D, K, F = cfg.mem_len + T, cfg.n_head, cfg.d_model, cfg.d_head, cfg.d_inner
+    return 3 * H * T * S * K, 2 * T * D * H * K + 2 * S * D * H * K, 2 * T * D * F, T * D * cfg.n_token
+
+
 def recompute(cfg, run):
     """Arithmetic of a step as a multiple of that without any recomputation: matrix products only, counted by shapes."""
-    T, M, H, D, K, F = run.tgt_len, cfg.mem_len, cfg.n_head, cfg.d_model, cfg.d_head, cfg.d_inner
-    S, block = M + T, attention_block(cfg, T)
-    scores = 3 * H * T * S * K
-    project = 2 * T * D * H * K + 2 * S * D * H * K
-    loss = T * D * cfg.n_token
-    once = cfg.n_layer * (scores + project + 2 * T * D * F) + loss
-    again = {"none": 0, "dots": scores, "full": scores + project + 2 * T * D * F}[cfg.remat]
+    (scores, project, feed, loss), block = products(cfg, run.tgt_len), attention_block(cfg, run.tgt_len)
+    once = cfg.n_layer * (scores + project + feed) + loss
+    again = {"none": 0, "dots": scores, "full": scores + project + feed}[cfg.remat]
     if block is not None and cfg.remat == "none":
         again = scores + project
-    if block is not None and block < T:
+    if block is not None and block < run.tgt_len:
         again += scores
     if cfg.attention == "pallas":
         again += 4 * scores  # its gradients: 18 products of T x S x K where 6 would do

@@ -16,6 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from runs import TINY, call, refused, save_model
 
 import kernels
+import layer
 import plan
 import sample
 import train
@@ -129,7 +130,7 @@ def test_the_position_term_obeys_the_addition_theorem():
 
 def test_the_shift_keeps_the_cells_of_the_right_distance():
     cells = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.float32)  # columns: distances 2, 1, 0
-    r = np.eye(3, dtype=np.float32)[None]
+    r = np.concatenate([np.eye(3, dtype=np.float32), np.full((1, 3), np.nan, np.float32)])[None]  # rows from S on: any
     values = np.eye(3, dtype=np.float32)[None, None]
     lo, zero = np.zeros((1, 3), np.int32), np.zeros((1, 1, 3, 3), np.float32)
     out = kernels.attention(zero, cells[None, None], zero, values, r, lo, block=16, device="gpu", interpret=True)
@@ -224,7 +225,8 @@ def test_the_model_computes_the_same_with_it(monkeypatch):
     cfg = dataclasses.replace(cfg, same_length=True, clamp_len=3)
     fused = dataclasses.replace(cfg, attention="pallas")
     interpreted = partial(kernels.attention, device="gpu", interpret=True)  # no such device here: as it would compute
-    monkeypatch.setattr(txl, "attention_of", lambda cfg: interpreted if cfg.attention == "pallas" else attention)
+    for module in (layer, txl):
+        monkeypatch.setattr(module, "attention_of", lambda cfg: interpreted if cfg.attention == "pallas" else attention)
     args = make_params(cfg), make_ids(cfg, 2, 8), make_mems(cfg, 2, fill=[0, 3])
 
     @partial(jax.jit, static_argnums=0)
