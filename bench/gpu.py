@@ -60,7 +60,7 @@ def check(tiny):
     """Relative errors (norms) against dense attention in float32 with full products, and repeatability."""
     sizes = [(1, 1, 20, 9, 5)] if tiny else [(2, 8, 300, 211, 64), (2, 3, 300, 0, 41), (1, 4, 700, 500, 128)]
     error = lambda a, b: float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
-    for size, dtype in ((size, dtype) for size in sizes for dtype in ("float32", "bfloat16")):
+    for size, dtype in ((size, dtype) for size in sizes for dtype in ("bfloat16", "float32")[: 1 if tiny else 2]):
         args = inputs(*size, dtype)
         with jax.default_matmul_precision("highest"):
             wide = [a.astype(jnp.float32) for a in args[:5]]
