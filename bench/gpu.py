@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import attention
+import generate
 import plan
-import sample
 import step
 import train
 import txl
@@ -139,19 +139,14 @@ def timed_step(cfg, run, compiled, peak_tflops):
 
 def decode(tiny):
     """Tokens per second of all rows together, over a full cache."""
-    cfg, opts = SMALL if tiny else replace(BASE, dtype="bfloat16"), sample.Sample()
-    params = txl.unstack(jax.jit(txl.init_params, static_argnums=1)(jax.random.key(0), cfg), cfg)
+    cfg, how = SMALL if tiny else replace(BASE, dtype="bfloat16"), generate.How(0.8, top_k=0, top_p=1, min_p=0)
+    params = jax.jit(txl.init_params, static_argnums=1)(jax.random.key(0), cfg)
+    prompts, n_tokens = [np.zeros(cfg.mem_len + 1, np.int32)], (4 if tiny else 20) * generate.BLOCK
     for rows in (1,) if tiny else (1, 16, 256):
-        cache = jax.jit(txl.init_cache, static_argnums=(1, 2))(params, cfg, rows)
-        cache = cache._replace(fill=jnp.full(rows, cfg.mem_len, jnp.int32))
-        last, keys = jnp.zeros(rows, jnp.int32), jax.random.split(jax.random.key(1), rows)
-        given, took = np.full((rows, sample.BLOCK), -1, np.int32), []
-        for block in range(3 if tiny else 20):
-            start = time.perf_counter()
-            out, last, cache = sample.generate(params, given, cache, last, keys, block * sample.BLOCK, cfg, opts)
-            np.asarray(out)
-            took.append(time.perf_counter() - start)
-        speed = round(rows * sample.BLOCK / statistics.median(took[2:]))
+        blocks = generate.stream(params, prompts, rows, n_tokens, how, 1, cfg, cfg.mem_len, 1)
+        marks = [time.perf_counter() for _ in blocks]
+        seconds = statistics.median(b - a for a, b in zip(marks[1:], marks[2:]))  # the first was compiled
+        speed = round(rows * generate.BLOCK / seconds)
         yield {"dtype": cfg.dtype, "rows": rows, "mem_len": cfg.mem_len, "tok_per_s": speed}
 
 
