@@ -28,17 +28,16 @@ import txl
 BASE = txl.Config(n_token=205, n_layer=12, n_head=8, d_model=512, d_head=64, d_inner=2048, mem_len=512)
 RUN = train.Run(batch=22, tgt_len=512, optimizer="adam")
 SMALL = replace(BASE, n_layer=1, n_head=2, d_model=16, d_head=4, d_inner=16, mem_len=8)
-NAMES = ("dense", "chunked", "pallas")
 LENGTHS = [(T, K) for K in (64, 128) for T in (2048, 4096, 1024, 512)]  # T = M
 
 
-def attend_of(name, tiny):
-    """An attention by name: the same signature for all."""
-    if name != "pallas":
-        return partial(attention.attention, block=None if name == "dense" else 16 if tiny else 128)
+def attentions(tiny):
+    """{name: attention}: the same signature for all."""
     import kernels
 
-    return partial(kernels.attention, block=16, device="gpu", interpret=True) if tiny else kernels.attention
+    fused = partial(kernels.attention, block=16, device="gpu", interpret=True) if tiny else kernels.attention
+    blocks = {"dense": None, "chunked": 16 if tiny else 128}
+    return {name: partial(attention.attention, block=block) for name, block in blocks.items()} | {"pallas": fused}
 
 
 def inputs(B, H, T, M, K, dtype):
@@ -58,16 +57,17 @@ def with_gradients(attend, *args):
 
 def check(tiny):
     """Relative errors (norms) against dense attention in float32 with full products, and repeatability."""
+    attends = attentions(tiny)
     sizes = [(1, 1, 20, 9, 5)] if tiny else [(2, 8, 300, 211, 64), (2, 3, 300, 0, 41), (1, 4, 700, 500, 128)]
     error = lambda a, b: float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
     for size, dtype in ((size, dtype) for size in sizes for dtype in ("bfloat16", "float32")[: 1 if tiny else 2]):
         args = inputs(*size, dtype)
         with jax.default_matmul_precision("highest"):
             wide = [a.astype(jnp.float32) for a in args[:5]]
-            want = jax.jit(partial(with_gradients, attend_of("dense", tiny)))(*wide, args[5])
-        for name in NAMES:
+            want = jax.jit(partial(with_gradients, attends["dense"]))(*wide, args[5])
+        for name, attend in attends.items():
             with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-                run = jax.jit(partial(with_gradients, attend_of(name, tiny)))
+                run = jax.jit(partial(with_gradients, attend))
                 got, *again = [run(*args) for _ in range(20)]
             same = all(np.array_equal(a, b) for other in again for a, b in zip(other, got))
             errors = {f"{of}_error": error(a, b) for of, a, b in zip(("out", "q_u", "q_v", "k", "v", "r"), got, want)}
@@ -77,11 +77,11 @@ def check(tiny):
 
 def times(tiny):
     """Each attention at growing lengths; null where it does not fit."""
+    attends = attentions(tiny)
     for T, K in [(20, 5)] if tiny else LENGTHS:
         B, H = (1, 1) if tiny else (4, 512 // K)
         args, calls = inputs(B, H, T, T, K, "bfloat16"), {}
-        for name in NAMES:
-            attend = attend_of(name, tiny)
+        for name, attend in attends.items():
             for what, run in (("forward", attend), ("value_and_grad", partial(with_gradients, attend))):
                 call = partial(jax.jit(run), *args)
                 try:

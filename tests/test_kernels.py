@@ -290,7 +290,11 @@ def test_the_script_for_an_accelerator_runs_small_on_a_cpu():
     assert all(line["device"] == "cpu" and line["jax"] == jax.__version__ for line in lines)
     for line in lines[:3]:
         assert line["repeats_identical"] and all(line[f"{of}_error"] < 1e-2 for of in ("out", "q_u", "q_v", "k", "r"))
-    assert all(lines[3][f"{name}_{of}_ms"] > 0 for name in gpu.NAMES for of in ("forward", "value_and_grad"))
+    assert all(
+        lines[3][f"{name}_{of}_ms"] > 0
+        for name in ("dense", "chunked", "pallas")
+        for of in ("forward", "value_and_grad")
+    )
     told = lines[4]
     assert told["tok_per_s"] > 0 and told["plan_mib"] > 0 and told["of_peak"] <= told["model_tflops"]
     assert lines[5]["tok_per_s"] > 0
