@@ -325,7 +325,7 @@ def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
     for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
         entries.append(entry)
         print(json.dumps(entry) if run.json else line(entry, run), flush=True)
-    if several:
+    if several and jax.process_index() == 0:
         say(draw_lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
 
 
