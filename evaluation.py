@@ -24,7 +24,7 @@ def evaluate(eval_step, params, tokens, cfg, run, n_devices):
     """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory."""
     rows = min(run.eval_batch, len(tokens) - 1)
     more = -rows % n_devices  # empty rows, so that every device has as many
-    cache = make_cache(cfg, (rows + more) // n_devices)(params, np.zeros(n_devices))
+    cache = make_cache(cfg, (rows + more) // n_devices)(params, spread(np.zeros(n_devices), n_devices))
     sums = []
     for batch in eval_batches(tokens, rows, run.tgt_len):
         batch = [np.pad(a, ((0, more), (0, 0))) for a in batch]
@@ -50,7 +50,7 @@ def eval_only(cfg, run, corpus, source, lengths, n_devices):
     if len(tokens) < 2:
         raise ValueError(f"{run.split} split has {len(tokens)} tokens, need at least 2: give a longer text")
     configs = [replace(cfg, mem_len=n) for n in lengths]
-    params = copies(txl.unstack(source.params, cfg), np.zeros(n_devices))
+    params = copies(txl.unstack(source.params, cfg), spread(np.zeros(n_devices), n_devices))
     for n, sized in zip(lengths, configs):
         found = evaluate(make_eval(sized), params, tokens, sized, run, n_devices)
         yield judged(*found, source.run["step"], run.split, corpus, run) | {"mem_len": n}

@@ -49,8 +49,9 @@ def recompute(cfg, run):
     """Arithmetic of a step as a multiple of that without any recomputation: matrix products only, counted by shapes."""
     (scores, project, feed, loss), block = products(cfg, run.tgt_len), attention_block(cfg, run.tgt_len)
     once = cfg.n_layer * (scores + project + feed) + loss
-    again = {"none": 0, "dots": scores, "full": scores + project + feed}[cfg.remat]
-    if block is not None and cfg.remat == "none":
+    remat = "dots" if (cfg.remat, run.shard) == ("none", "params") and block is not None else cfg.remat  # see forward
+    again = {"none": 0, "dots": scores, "full": scores + project + feed}[remat]
+    if block is not None and remat == "none":
         again = scores + project
     if block is not None and block < run.tgt_len:
         again += scores
@@ -74,7 +75,8 @@ def total(compiled):
 
 def entry(cfg, run, n_devices, compiled, compiled_eval=None):
     """One line of the plan: MiB on each device by kind, None where the backend tells nothing."""
-    state = jax.eval_shape(lambda: step.init_state(cfg, run, None, run.batch // n_devices))
+    state = step.state_shapes(cfg, run, n_devices)
+    # With --shard opt gradients are whole until their sum over devices is taken.
     kinds = {"parameters": nbytes(state.params), "gradients": nbytes(state.params), "optimizer": nbytes(state.opt)}
     kinds["memories"] = nbytes(state.mems)
     whole = total(compiled)
@@ -82,7 +84,8 @@ def entry(cfg, run, n_devices, compiled, compiled_eval=None):
     kinds["total"] = whole
     if compiled_eval is not None:
         whole = total(compiled_eval)
-        kinds["evaluation"] = None if whole is None else whole + kinds["optimizer"] + kinds["memories"]
+        rest = ("optimizer", "memories") + ("parameters",) * (run.shard == "params")  # whole ones beside their shards
+        kinds["evaluation"] = None if whole is None else whole + sum(kinds[name] for name in rest)
     setting = {name: getattr(cfg, name) for name in KNOBS} | {"batch_chunk": run.batch_chunk}
     sizes = {f"{name}_mib": None if n is None else round(n / MIB, 2) for name, n in kinds.items()}
     return {"setting": setting, **sizes, "recompute": round(recompute(cfg, run), 2)}
@@ -91,7 +94,7 @@ def entry(cfg, run, n_devices, compiled, compiled_eval=None):
 def measure(cfg, run, n_devices):
     """The plan's line for one setting: its step and its evaluation compiled from shapes."""
     compiled = step.compile_step(cfg, run, n_devices)
-    evaluation = step.make_eval(cfg).lower(*step.eval_shapes(cfg, run, n_devices)).compile()
+    evaluation = step.compile_shapes(step.make_eval(cfg), *step.eval_shapes(cfg, run, n_devices))
     return entry(cfg, run, n_devices, compiled, evaluation)
 
 

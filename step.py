@@ -1,9 +1,10 @@
 """One step of training or evaluation on all devices: the optimizer, the state, the compiled functions.
 
-Every step runs under `pmap`. What belongs to rows (ids, targets, memory) has a leading axis, one entry a device;
-parameters and optimizer state are whole on each device and have none, so that XLA can update them in place.
+Every step runs under `pmap`. What belongs to rows (ids, targets, memory) and shards (see shard.py) have a leading axis,
+one entry a device. What is whole on each device has none, so that XLA can update it in place.
 """
 
+import math
 import re
 from functools import cache, partial
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import optax
 import optax.contrib
 from jax import lax
 
+import shard
 import txl
 from embedding import wide
 
@@ -35,17 +37,66 @@ def schedule(run):
     return lr
 
 
-def optimizer(run):
-    """Clipping by global norm, then adam, adamw (decay of the matrices alone) or muon (Adam for all but matrices)."""
+def optimizer(run, like=None, group=None):
+    """Clipping by global norm, then adam, adamw (decay of the matrices alone) or muon (Adam for all but matrices).
+
+    group: gradients, parameters and state are shards (see shard.py) of leaves like those of `like`; None: whole.
+    """
     lr, clip = schedule(run), optax.clip_by_global_norm(run.clip)
+    if group:
+        clip = optax.stateless(lambda grads, _: clipped(grads, shard.norm(grads, group), run.clip))
     if run.optimizer == "muon":
-        # consistent_rms: updates of a matrix are as large as Adam's, so that one learning rate serves both
-        decay = dict(weight_decay=run.weight_decay, consistent_rms=0.2, adam_b2=run.beta2)
-        return optax.chain(clip, optax.contrib.muon(lr, **decay, muon_weight_dimension_numbers=matrices))
+        return optax.chain(clip, muon_of_shards(run, like, group) if group else muon(run))
     decay = optax.identity()
     if run.optimizer == "adamw":
         decay = optax.add_decayed_weights(run.weight_decay, is_weight)
     return optax.chain(clip, optax.scale_by_adam(0.9, run.beta2), decay, optax.scale_by_learning_rate(lr))
+
+
+def clipped(grads, norm, most):
+    """Gradients of a global norm of at most `most`."""
+    return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), grads)
+
+
+RMS = 0.2  # updates of a matrix are as large as Adam's, so that one learning rate serves both
+
+
+def muon(run):
+    options = dict(weight_decay=run.weight_decay, consistent_rms=RMS, adam_b2=run.beta2)
+    return optax.contrib.muon(schedule(run), **options, muon_weight_dimension_numbers=matrices)
+
+
+def muon_of_shards(run, like, group):
+    """`muon` in its parts, in the same state: only what makes the momentum of a layer orthogonal wants it whole."""
+
+    def direction(path, x):
+        shape = like["layers"][path[-1].key].shape[1:]
+        numbers = matrices({path[-1].key: x})[path[-1].key]
+        one = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers)
+        sides = [math.prod(shape[a - 1] for a in np.atleast_1d(axes)) for axes in numbers]
+        scale = RMS * math.sqrt(max(sides))
+        layer = lambda matrix: scale * one.update(matrix[None], one.init(matrix[None]))[0][0]
+        return shard.in_turns(layer, x, shape, group)
+
+    directions = optax.stateless(lambda updates, _: jax.tree.map_with_path(direction, updates))
+    decay, rate = optax.add_decayed_weights(run.weight_decay), optax.scale_by_learning_rate(schedule(run))
+    adam = optax.adamw(schedule(run), 0.9, run.beta2, weight_decay=0.0, nesterov=True)
+    kind = lambda numbers: "adam" if numbers is None else "muon"
+    label = lambda params: jax.tree.map(kind, matrices(params), is_leaf=lambda x: not isinstance(x, dict))
+    return optax.partition({"muon": optax.chain(momentum(), directions, decay, rate), "adam": adam}, label)
+
+
+def momentum(beta=0.95):
+    """Nesterov's momentum as in optax.contrib.scale_by_muon, in its state."""
+
+    def update(updates, state, params=None):
+        mu, count = optax.tree.update_moment(updates, state.mu, beta, 1), optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(mu, beta, count + 1)
+        now = optax.tree.bias_correction(updates, beta, count)
+        updates = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return updates, state._replace(count=count, mu=mu)
+
+    return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
 
 
 def is_weight(params):
@@ -70,10 +121,25 @@ class State(NamedTuple):
 AXES = State(None, None, 0)  # which axis counts devices, for pmap
 
 
+def axes_of(run):
+    """The same for a state that is sharded as the run says."""
+    return {"none": AXES, "opt": State(None, 0, 0), "params": State(0, 0, 0)}[run.shard]
+
+
 def init_state(cfg, run, params, rows):
     """A fresh state for `rows` rows; params None: random ones from the seed."""
     params = txl.init_params(jax.random.key(run.seed), cfg) if params is None else params
     return State(params, optimizer(run).init(params), txl.init_mems(cfg, rows))
+
+
+def state_shapes(cfg, run, n_devices):
+    """Shapes of what one of n devices holds of the state."""
+    state = jax.eval_shape(lambda: init_state(cfg, run, None, run.batch // n_devices))
+    if run.shard == "none":
+        return state
+    size = shard.group_of(run, n_devices).size
+    params = shard.shard_shapes(state.params, size) if run.shard == "params" else state.params
+    return State(params, shard.shard_shapes(state.opt, size), state.mems)
 
 
 def row_keys(run, step, rows):
@@ -84,11 +150,16 @@ def row_keys(run, step, rows):
 
 def make_step(cfg, run, n_devices):
     """step(state, ids, targets [device, B, T], number) -> state, [3]: loss in nats, gradient norm, lr."""
-    tx, rows, parts = optimizer(run), run.batch // n_devices, run.batch_chunk
+    rows, parts, like = run.batch // n_devices, run.batch_chunk, txl.param_shapes(cfg)
+    group = shard.group_of(run, n_devices)
+    tx, norm_of = optimizer(run, like, group), partial(shard.norm, group=group) if group else optax.tree.norm
 
-    def grads_of(params, ids, targets, mems, keys):
+    def loss_of(params, ids, targets, mems, keys):
         keys = keys if cfg.dropout or cfg.dropatt else None
-        return jax.value_and_grad(txl.loss_fn, has_aux=True)(params, ids, targets, mems, cfg, key=keys)
+        params, whole = shard.for_layers(params, like, group) if run.shard == "params" else (params, None)
+        return txl.loss_fn(params, ids, targets, mems, cfg, key=keys, whole=whole)
+
+    grads_of = jax.value_and_grad(loss_of, has_aux=True)
 
     def in_parts(params, ids, targets, mems, keys):
         split = lambda a: a.reshape(parts, rows // parts, *a.shape[1:])
@@ -108,11 +179,13 @@ def make_step(cfg, run, n_devices):
         keys = row_keys(run, number, lax.axis_index("device") * rows + jnp.arange(rows))
         compute = grads_of if parts == 1 else in_parts
         (loss, mems), grads = compute(state.params, ids, targets, state.mems, keys)
-        loss, grads = lax.pmean((loss, grads), "device")
+        loss, grads = lax.pmean(loss, "device"), mean_grads(grads, run, group)
         with jax.named_scope("optimizer"):
-            updates, opt = tx.update(grads, state.opt, state.params)
-            params = optax.apply_updates(state.params, updates)
-        norm = optax.tree.norm(grads)
+            params = shard.cut(state.params, group) if run.shard == "opt" else state.params
+            updates, opt = tx.update(grads, state.opt, params)
+            params = optax.apply_updates(params, updates)
+            params = shard.gather(params, like, group) if run.shard == "opt" else params
+        norm = norm_of(grads)
         told = jnp.stack([loss.astype(jnp.float32), norm, schedule(run)(number)])
         # Memory of a step that isn't finite is dropped. On the way this tells XLA that the old memory is done with
         # once the gradients are there; it would copy all of it otherwise.
@@ -120,24 +193,50 @@ def make_step(cfg, run, n_devices):
         mems = txl.Mems(jnp.where(good, mems.h, 0), jnp.where(good, mems.fill, 0))
         return State(params, opt, mems), told
 
-    return jax.pmap(step, "device", in_axes=(AXES, 0, 0, None), out_axes=(AXES, None), donate_argnums=0)
+    axes = axes_of(run)
+    return jax.pmap(step, "device", in_axes=(axes, 0, 0, None), out_axes=(axes, None), donate_argnums=0)
+
+
+def mean_grads(grads, run, group):
+    """The mean over devices of gradients: whole, or with --shard shards of it."""
+    if run.shard == "none":
+        return lax.pmean(grads, "device")
+    # Gradients of shards are summed over their group already: what gathering them does in reverse.
+    return shard.mean_shards(grads, group) if run.shard == "opt" else shard.mean_over_groups(grads, group)
+
+
+def compile_shapes(function, *shapes):
+    """A pmapped function compiled for arrays of all devices."""
+    if jax.process_count() > 1:  # where pmap would take a bare shape for an array of this process and read it
+        shapes = jax.tree.map(jax.typeof, shapes)
+    return function.lower(*shapes).compile()
 
 
 def compile_step(cfg, run, n_devices):
     """`make_step`'s function, compiled from shapes before any state exists; donation that goes unused is an error."""
-    compiled = make_step(cfg, run, n_devices).lower(*shapes(cfg, run, n_devices)).compile()
-    state = jax.tree.leaves(jax.eval_shape(lambda: init_state(cfg, run, None, run.batch // n_devices)))
-    needed, told = sum(a.size * a.dtype.itemsize for a in state), compiled.memory_analysis()
+    step = make_step(cfg, run, n_devices)
+    compiled = compile_shapes(step, *shapes(cfg, run, n_devices))
+    needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state_shapes(cfg, run, n_devices)))
+    told = compiled.memory_analysis()
     donates = not jax.config.jax_debug_nans  # which keeps the old state to look at
     if donates and told is not None and told.alias_size_in_bytes < needed:
         raise RuntimeError(f"only {told.alias_size_in_bytes} of {needed} bytes of state are updated in place: our bug")
-    return compiled
+    if jax.process_count() == 1:
+        return compiled
+    # Only the function itself makes one array of what several processes hold.
+    step.memory_analysis, step.as_text = compiled.memory_analysis, compiled.as_text
+    return step
+
+
+def pieces(tree, n, axis=0):
+    """Host arrays split into n along `axis`, which come first: [n*b, ...] -> [n, b, ...]."""
+    split = lambda a: np.stack(np.split(np.asarray(a), n, axis=min(axis, np.ndim(a) - 1)))
+    return jax.tree.map(split, tree)
 
 
 def spread(tree, n_devices, axis=0):
-    """Host arrays split over devices along `axis`, device first: [N*b, ...] -> [N, b, ...]."""
-    split = lambda a: np.stack(np.split(np.asarray(a), n_devices, axis=min(axis, np.ndim(a) - 1)))
-    return jax.tree.map(split, tree)
+    """Host arrays split over all devices, device first; of several processes each gets what its own devices take."""
+    return jax.tree.map(lambda a: a[shard.own(n_devices)], pieces(tree, n_devices, axis))
 
 
 @partial(jax.pmap, axis_name="device", in_axes=(AXES,), out_axes=AXES)
@@ -146,17 +245,35 @@ def put(state):
     return state
 
 
-def to_devices(state, n_devices):
-    """A host state of all rows -> the devices' state."""
-    return put(state._replace(mems=spread(state.mems, n_devices, axis=1)))
+def to_devices(state, n_devices, run=None):
+    """A host state of all rows -> the devices' state, sharded as the run says."""
+    state = state._replace(mems=spread(state.mems, n_devices, axis=1))
+    if run is None or run.shard == "none":
+        return put(state)
+    group = shard.group_of(run, n_devices)
+    params = shard.to_shards(state.params, group) if run.shard == "params" else state.params
+    state = State(params, shard.to_shards(state.opt, group), state.mems)
+    return jax.pmap(lambda state: state, "device", in_axes=(axes_of(run),), out_axes=axes_of(run))(state)
 
 
-def to_host(state):
-    """The devices' state -> host arrays of all rows."""
-    params, opt = jax.tree.map(np.asarray, (state.params, state.opt))
-    h, fill = np.asarray(state.mems.h), np.asarray(state.mems.fill)  # [N, L, b, M, D]
+def to_host(state, cfg=None, run=None):
+    """The devices' state, sharded as the run says -> host arrays of all rows, whole."""
+    params, opt, (h, fill) = state.params, state.opt, shard.fetched(state.mems)  # h [N, L, b, M, D]
+    if run and run.shard != "none":
+        like, group = jax.eval_shape(lambda: init_state(cfg, run, None, 1)), shard.group_of(run, len(h))
+        opt = shard.from_shards(opt, like.opt, group)
+        params = shard.from_shards(params, like.params, group) if run.shard == "params" else params
+    params, opt = jax.tree.map(np.asarray, (params, opt))
     h = np.moveaxis(h, 0, 1).reshape(h.shape[1], fill.size, *h.shape[3:])
     return State(params, opt, txl.Mems(h, fill.reshape(-1)))
+
+
+def make_whole(cfg, run, n_devices):
+    """A function from the devices' parameters, sharded as the run says, to whole ones on each device."""
+    if run.shard != "params":
+        return lambda params: params
+    like, group = txl.param_shapes(cfg), shard.group_of(run, n_devices)
+    return jax.pmap(lambda params: shard.gather(params, like, group), "device", out_axes=None)
 
 
 CACHE_AXES = txl.Cache(0, 0, None, None, 0)  # which axis of a cache counts devices
@@ -191,10 +308,10 @@ def stacked(tree, n_devices):
 
 def shapes(cfg, run, n_devices):
     """Shapes of what `make_step`'s function takes: state, ids, targets, number."""
-    rows = run.batch // n_devices
-    state = jax.eval_shape(lambda: init_state(cfg, run, None, rows))
-    ids = stacked(jax.ShapeDtypeStruct((rows, run.tgt_len), jnp.int32), n_devices)
-    return state._replace(mems=stacked(state.mems, n_devices)), ids, ids, jax.ShapeDtypeStruct((), jnp.int32)
+    ids = stacked(jax.ShapeDtypeStruct((run.batch // n_devices, run.tgt_len), jnp.int32), n_devices)
+    each = zip(state_shapes(cfg, run, n_devices), axes_of(run))
+    state = State(*(tree if axis is None else stacked(tree, n_devices) for tree, axis in each))
+    return state, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def eval_shapes(cfg, run, n_devices):

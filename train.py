@@ -23,22 +23,19 @@ from jax import lax
 import figures
 import plan
 import profiling
+import shard
 import txl
 from data import checkpoint, flags, prepare, tokenizer
 from evaluation import bits_per_byte, eval_only, evaluate, judged
-from step import compile_step, init_state, make_eval, spread, to_devices, to_host
+from step import compile_step, init_state, make_eval, make_whole, pieces, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
-FREE += (
-    "dtype",
-    "layer_rows",
-    "reset_on",
-)  # what a resumed run may change: all else decides the parameters' shapes or meaning
+FREE += ("dtype", "layer_rows", "reset_on")  # what a resumed run may change: all else decides shapes or meaning
 CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json", "plan", "memory_budget")
-CALL += ("mem_fraction", "preallocate", "profile")  # what a resumed run does not inherit
-LEAST = dict.fromkeys(
-    ("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0
-)  # everything else starts at 1
+CALL += ("mem_fraction", "preallocate", "profile", "shard_group", "coordinator", "process_id", "n_processes")
+# what a resumed run does not inherit
+LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0)
+LEAST |= dict.fromkeys(("shard_group", "process_id", "n_processes"), 0)  # everything else starts at 1
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,12 @@ class Run:
     eval_every: int = 250  # steps between evaluations, each followed by a checkpoint
     eval_tokens: int = 50_000  # targets of the valid split read in these
     eval_batch: int = 8  # rows that an evaluation splits its text into; 1 for published numbers
-    devices: int = 0  # devices to use; 0: all local ones
+    devices: int = 0  # devices to use; 0: all
+    shard: str = "none"  # cut into one part a device: none, opt (optimizer state) or params (parameters, too)
+    shard_group: int = 0  # devices that share one set of parts; every such group has all of them. 0: all devices
+    coordinator: str = ""  # several machines: HOST:PORT of process 0, or auto: what a cluster (Slurm, MPI, TPU) tells
+    process_id: int = 0  # with --coordinator: number of this process
+    n_processes: int = 0  # with --coordinator: processes in all
     resume: str = ""  # run folder to go on with; auto: --out if it holds a checkpoint
     init: str = ""  # run folder or checkpoint to take weights and vocabulary from
     eval_only: bool = False  # evaluate --run on --split and stop
@@ -85,6 +87,7 @@ class Run:
                     want = f"{least} or more" if least is not None else "more than 0"
                     raise ValueError(f"{f.name}={value} is out of range: give {want}")
         known = {"optimizer": ("adam", "adamw", "muon"), "schedule": ("cosine", "inv_sqrt", "constant")}
+        known["shard"] = shard.SHARD
         for name, names in {**known, "split": prepare.SPLITS, "tokenizer": ("", *tokenizer.KINDS)}.items():
             if getattr(self, name) not in names:
                 names = ", ".join(filter(None, names))
@@ -98,12 +101,17 @@ class Run:
             raise ValueError(f"seed={self.seed} is out of range: give less than 2**31")
         if self.resume and self.init:
             raise ValueError("resume and init are both given: --resume goes on with a run, --init starts a new one")
+        if self.shard_group and self.shard == "none":
+            raise ValueError(f"shard_group={self.shard_group} is for --shard opt or params: give it, or leave it out")
+        shard.check_machines(self)
         if self.run and not self.eval_only:
             raise ValueError(f"run={self.run} is for --eval_only: give --resume or --init to train from it")
 
 
 def say(*words):
-    """A line of what goes on, for people: standard error."""
+    """A line of what goes on, for people: standard error of process 0."""
+    if jax.process_index():
+        return
     print(*words, file=sys.stderr, flush=True)
 
 
@@ -154,9 +162,9 @@ def need_tokens(run, corpus):
             raise ValueError(f"{split} split has {found} tokens, need at least {least}: {way}give a longer text")
 
 
-def batch_at(tokens, rows, cursor, T):
+def batch_at(tokens, rows, cursor, T, only=slice(None)):
     """ids and targets [B, T] int32, `cursor` tokens into each of the rows that start evenly over the text."""
-    start = np.arange(rows) * ((len(tokens) - 1) // rows) + cursor
+    start = np.arange(rows)[only] * ((len(tokens) - 1) // rows) + cursor
     at = (start[:, None] + np.arange(T)) % (len(tokens) - 1)
     return tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32)
 
@@ -289,21 +297,6 @@ def recode(corpus, vocab, run):
     return corpus
 
 
-def count_devices(run):
-    """Devices to use. ValueError where they are not there or the rows don't divide over them."""
-    n = run.devices or jax.local_device_count()
-    if n > jax.local_device_count():
-        raise ValueError(f"devices={n}, but there are {jax.local_device_count()}: give that or fewer")
-    if run.eval_only:
-        return n
-    if run.batch % n:
-        low = run.batch - run.batch % n
-        raise ValueError(f"batch={run.batch} does not divide over {n} devices: use {low or n} or {low + n}")
-    if run.batch // n % run.batch_chunk:
-        raise ValueError(f"batch_chunk={run.batch_chunk} does not divide {run.batch // n} rows of a device")
-    return n
-
-
 def restore(source, cfg, run):
     """(host state, cursor) of a checkpoint to resume; memory starts empty where its shape has changed."""
     like = jax.eval_shape(lambda: init_state(cfg, run, None, run.batch))
@@ -330,7 +323,7 @@ def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
     for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
         entries.append(entry)
         print(json.dumps(entry) if run.json else line(entry, run), flush=True)
-    if several:
+    if several and jax.process_index() == 0:
         say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
 
 
@@ -373,12 +366,12 @@ def prepared(cfg, run, source, n_devices):
     """(devices' state, steps done, tokens read of each row, best loss) at the start of a run."""
     if not run.resume:
         host = jax.tree.map(np.asarray, init_state(cfg, run, source and source.params, run.batch))
-        return to_devices(host, n_devices), 0, 0, math.inf
+        return to_devices(host, n_devices, run), 0, 0, math.inf
     try:
         host, cursor = restore(source, cfg, run)
     except ValueError as e:
         sys.exit(f"train.py: {e}")
-    return to_devices(host, n_devices), source.run["step"], cursor, source.run["best"]
+    return to_devices(host, n_devices, run), source.run["step"], cursor, source.run["best"]
 
 
 def fetch(told):
@@ -413,6 +406,7 @@ class Job(NamedTuple):
     n_devices: int
     folder: Path
     log: object  # the open log.jsonl
+    whole: object  # makes whole parameters on each device of the state's
 
 
 def report(job, number, told, first, clock):
@@ -440,8 +434,8 @@ def keep(job, state, names, **known):
     """Saves the devices' state under `names`; known: step, cursor and best loss."""
     about = {"flags": asdict(job.run), "corpus": job.corpus.sha256, "versions": versions()}
     meta = {"config": asdict(job.cfg), "vocab": job.corpus.vocab, "run": about | known}
-    host = named(to_host(state))
-    for name in names:
+    host = named(to_host(state, job.cfg, job.run))
+    for name in names if jax.process_index() == 0 else ():
         checkpoint.save(job.folder / name, host, meta)
 
 
@@ -450,50 +444,56 @@ def train(cfg, run, corpus, source, n_devices, folder):
     compiled = compile_step(cfg, run, n_devices)  # before there is any state
     state, first, cursor, best = prepared(cfg, run, source, n_devices)
     head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
-    with open(folder / "log.jsonl", "a") as log, signals() as stop:
+    path = folder / "log.jsonl" if jax.process_index() == 0 else os.devnull
+    with open(path, "a") as log, signals() as stop:
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
-        job = Job(cfg, run, corpus, n_devices, folder, log)
+        job = Job(cfg, run, corpus, n_devices, folder, log, make_whole(cfg, run, n_devices))
         state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
-    figures.runs([folder], folder / "loss.png")
+    params = jax.tree.map(np.asarray, job.whole(state.params))
+    if jax.process_index() == 0:
+        figures.runs([folder], folder / "loss.png")
     (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
     show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
     whose += ", imports and compiling included" * (whose == "process peak")
     say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
     if not run.json:
-        text = short_sample(jax.tree.map(np.asarray, state.params), corpus.vocab, cfg)
+        text = short_sample(params, corpus.vocab, cfg)
         print(f"sample:\n{text}\ncheckpoints and log in {folder}")
 
 
 def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
     """Steps, a log line now and then, evaluations, checkpoints; at the end all of valid and test -> state."""
-    run, clock, waiting = job.run, [None, first], None
+    run, clock, waiting, flag = job.run, [None, first], None, 0
     for number in range(first + 1, run.steps + 1):
-        batch = spread(batch_at(job.corpus.train, run.batch, cursor, run.tgt_len), job.n_devices)
+        batch = batch_at(job.corpus.train, run.batch, cursor, run.tgt_len, shard.own(run.batch))
+        batch = pieces(batch, job.n_devices // jax.process_count())
         state, told = compiled(state, *batch, np.int32(number - 1))
         cursor += run.tgt_len
+        asked, flag = shard.agreed(stop.number, flag)
         if waiting:
             report(job, *waiting, first, clock)  # a step late, so that the device has work meanwhile
         waiting = (number, told)
         if run.profile and number == min(first + 4, run.steps):
             profile(compiled, state, batch, run.profile)
             clock[0] = None
-        if number % run.eval_every and number != run.steps and not stop.number:
+        if number % run.eval_every and number != run.steps and not asked:
             continue
         report(job, number, told, first, clock)
         paused, waiting = time.perf_counter(), None
-        if stop.number:
+        if asked:
             keep(job, state, ["last.npz"], step=number, cursor=cursor, best=best)
             say(f"stopped at step {number}: go on with python train.py --resume {job.folder}")
-            sys.exit(128 + stop.number)
-        loss = judge(job, eval_fn, state.params, number, "valid", run.eval_tokens)
+            sys.exit(128 + asked)
+        loss = judge(job, eval_fn, job.whole(state.params), number, "valid", run.eval_tokens)
         names, best = ["last.npz"] + ["best.npz"] * (loss < best), min(loss, best)
         keep(job, state, names, step=number, cursor=cursor, best=best)
         if clock[0]:
             clock[0] += time.perf_counter() - paused
     for split in ("valid", "test"):
-        judge(job, eval_fn, state.params, run.steps, split)
-        if stop.number:  # all is saved by now
-            sys.exit(128 + stop.number)
+        judge(job, eval_fn, job.whole(state.params), run.steps, split)
+        asked, flag = shard.agreed(stop.number, flag)
+        if asked:  # all is saved by now
+            sys.exit(128 + asked)
     return state
 
 
@@ -532,7 +532,8 @@ def main(argv=None):
     allocator(given)
     try:
         cfg, run, corpus, source = settle(given)
-        n_devices = count_devices(run)
+        shard.connect(run)
+        n_devices = shard.count_devices(run)
         if run.eval_only:
             return print_evaluations(cfg, run, corpus, source, given.get("mem_len"), n_devices)
         if run.plan:
@@ -545,13 +546,15 @@ def main(argv=None):
         if run.memory_budget:
             cfg, run, line = plan.choose(cfg, run, n_devices, plan.budget_bytes(run.memory_budget))
             say(f"memory_budget {run.memory_budget}:\n{plan.table([line])}")
-        folder = Path(run.resume or checkpoint.new_folder(run.out, corpus.name, given.get("resume") == "auto"))
+        folder = run.resume or (jax.process_index() and run.out)  # process 0 makes it
+        folder = Path(folder or checkpoint.new_folder(run.out, corpus.name, given.get("resume") == "auto"))
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")
     device = jax.local_devices()[0]
     n = sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
     say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {n:,} parameters; {folder}")
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
+    shard.announce(folder)
     try:
         train(cfg, run, corpus, source, n_devices, folder)
     except jax.errors.JaxRuntimeError as e:

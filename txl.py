@@ -39,6 +39,8 @@ from layer import (
 DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
 ATTENTION = ("auto", "dense", "chunked", "pallas")
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+MOVES = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_element_type")  # what makes whole weights
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,7 @@ def _layers(one, x, weights, h, cfg):
         out, inputs = plain(x, weights)
         return (out, inputs), (inputs, weights)
 
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    step = jax.checkpoint(one, prevent_cse=False, policy=policy) if cfg.remat == "dots" else one
+    step = jax.checkpoint(one, prevent_cse=False, policy=DOTS) if cfg.remat == "dots" else one
     if cfg.remat != "full":
         return plain(x, weights)
     run = jax.custom_vjp(plain)
@@ -205,9 +206,10 @@ def _layers(one, x, weights, h, cfg):
     return run(x, weights)
 
 
-def forward(params, ids, mems, cfg, *, key=None):
+def forward(params, ids, mems, cfg, *, key=None, whole=None):
     """ids [B, T], memory -> hidden [B, T, D], new memory. key [B]: one a row, for dropout; None: evaluation.
 
+    whole: a function from a layer's slice of params["layers"] to its weights, where they are kept in another form.
     T is any length >= 1. Raises ValueError where memory doesn't fit ids or cfg.
     """
     (B, T), want = ids.shape, (cfg.n_layer, ids.shape[0], cfg.mem_len, cfg.d_model)
@@ -219,23 +221,26 @@ def forward(params, ids, mems, cfg, *, key=None):
     written = (jnp.arange(M) >= M - mems.fill[:, None])[..., None]  # [B, M, 1]
 
     def one(x, weights, mem, number):
-        p = jax.tree.map(lambda a: a.astype(cfg.dtype), weights)
+        p = jax.tree.map(lambda a: a.astype(cfg.dtype), whole(weights) if whole else weights)
 
         def attend(x, mem, written, lo, key):
             mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
             return attention_layer(x, mem, lo, key, p, positions, number, cfg)
 
-        def whole(x, mem, written, lo, key):
+        def layer(x, mem, written, lo, key):
             return feed_forward(attend(x, mem, written, lo, key), key, p, number, cfg)
 
         xs = (x, mem, written, lo, key)
         if cfg.remat == "full":
-            return _in_rows(whole, xs, max(256 // T, 1), cfg)
+            return _in_rows(layer, xs, max(256 // T, 1), cfg)
         if attention_block(cfg, T) is None:
-            return whole(*xs)
+            return layer(*xs)
         few = max(2**16 // (T * (M + T)), 1)
         return feed_forward(_in_rows(attend, xs, few, cfg), key, p, number, cfg)
 
+    if whole and cfg.remat == "none":  # keep all for the backward pass but whole weights
+        keep = DOTS if attention_block(cfg, T) else lambda prim, *_, **__: prim.name not in MOVES
+        one = jax.checkpoint(one, prevent_cse=False, policy=keep)
     x = dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
     x, inputs = _layers(one, x, stacked_layers(params, cfg), h, cfg)
     inputs = lax.stop_gradient(inputs)
@@ -243,15 +248,15 @@ def forward(params, ids, mems, cfg, *, key=None):
     return dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, fill)
 
 
-def token_losses(params, ids, targets, mems, cfg, *, key=None):
+def token_losses(params, ids, targets, mems, cfg, *, key=None, whole=None):
     """Nats [B, T] of targets [B, T], and new memory."""
-    hidden, mems = forward(params, ids, mems, cfg, key=key)
+    hidden, mems = forward(params, ids, mems, cfg, key=key, whole=whole)
     return nats(params, hidden, targets, cfg), mems
 
 
-def loss_fn(params, ids, targets, mems, cfg, *, key=None):
+def loss_fn(params, ids, targets, mems, cfg, *, key=None, whole=None):
     """Mean nats per target, and new memory."""
-    losses, mems = token_losses(params, ids, targets, mems, cfg, key=key)
+    losses, mems = token_losses(params, ids, targets, mems, cfg, key=key, whole=whole)
     return losses.mean(), mems
 
 

@@ -24,7 +24,7 @@ import sample
 import train
 import txl
 from data import checkpoint, prepare
-from step import make_step
+from step import make_step, spread
 from step import optimizer as make_optimizer
 from step import schedule as lr_schedule
 
@@ -167,7 +167,7 @@ def small_step(rows, parts, dropout=0.2, mem_len=9, steps=3, fresh=False):
     for number in range(steps):
         batch = train.batch_at(TRAIN, rows, 8 * number, 8)
         state = state._replace(mems=train.to_devices(host, 1).mems) if fresh else state
-        state, out = step(state, *train.spread(batch, 1), number)
+        state, out = step(state, *spread(batch, 1), number)
         told.append(float(out[0]))
     return train.to_host(state), told
 
@@ -217,12 +217,6 @@ def test_losses_do_not_depend_on_the_number_of_devices_with_dropout_on(base, dev
     head, steps, _ = log(tmp_path / "run")
     assert head["n_devices"] == devices and len(steps) == 10 + 1
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(base.folder)[:11], atol=1e-5)  # other order of sums
-
-
-def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_the_nearest_that_do(text):
-    flags = TINY | {"batch": 6, "devices": 4}
-    refused(call(train.main, data=text, **flags), "batch=6", "4 devices", "use 4 or 8")
-    refused(call(train.main, data=text, **flags | {"batch": 3}), "batch=3", "use 4 or 4")
 
 
 @pytest.mark.parametrize(
