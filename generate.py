@@ -20,6 +20,7 @@ class How(NamedTuple):
     top_k: int  # the filters, in this order; 0: none
     top_p: float  # 1: none
     min_p: float  # 0: none
+    n_known: int  # ids from here on stand for nothing and are never drawn: a model may have more than its vocabulary
 
 
 def draw(logits, key, how):
@@ -66,7 +67,9 @@ def make_generate(cfg, how):
             ids, step = x
             logits, cache = txl.extend(params, last[:, None], cache, cfg)
             pick = lambda row, key, number: draw(row, jax.random.fold_in(key, number + step), how)
-            last = jnp.where(ids >= 0, ids, jax.vmap(pick)(logits[:, 0], keys, numbers)).astype(jnp.int32)
+            last = jnp.where(ids >= 0, ids, jax.vmap(pick)(logits[:, 0, : how.n_known], keys, numbers)).astype(
+                jnp.int32
+            )
             return (last, cache), last
 
         (last, cache), out = lax.scan(body, (last, cache), (given.T, jnp.arange(BLOCK)))

@@ -166,7 +166,7 @@ def main(argv=None):
             for line in scores:
                 write(os.fsencode(line) + b"\n")
             return
-        how = How(opts.temperature, opts.top_k, opts.top_p, opts.min_p)
+        how = How(opts.temperature, opts.top_k, opts.top_p, opts.min_p, tokenizer.size(vocab))
         n_devices, segment = opts.devices or jax.local_device_count(), run["flags"]["tgt_len"]
         sizes = (opts.n_samples, opts.n_tokens, how, opts.seed)
         print_samples(stream(params, prompts, *sizes, cfg, segment, n_devices), texts, vocab, opts)

@@ -132,6 +132,19 @@ def init_state(cfg, run, params, rows):
     return State(params, optimizer(run).init(params), txl.init_mems(cfg, rows))
 
 
+def fresh_state(cfg, run, params, n_devices):
+    """The devices' fresh state, made where it stays, so that nothing of it exists twice; params as in `init_state`."""
+    group = shard.group_of(run, n_devices)
+
+    def make(params, _):
+        state = init_state(cfg, run, params, run.batch // n_devices)
+        params = shard.cut(state.params, group) if run.shard == "params" else state.params
+        return State(params, shard.cut(state.opt, group) if group else state.opt, state.mems)
+
+    made = jax.pmap(make, "device", in_axes=(None, 0), out_axes=axes_of(run))
+    return made(params, spread(np.zeros(n_devices), n_devices))
+
+
 def state_shapes(cfg, run, n_devices):
     """Shapes of what one of n devices holds of the state."""
     state = jax.eval_shape(lambda: init_state(cfg, run, None, run.batch // n_devices))
@@ -277,9 +290,8 @@ def make_whole(cfg, run, n_devices):
 
 
 CACHE_AXES = txl.Cache(0, 0, None, None, 0)  # which axis of a cache counts devices
-copies = jax.pmap(
-    lambda tree, _: tree, "device", in_axes=(None, 0), out_axes=None
-)  # a tree, whole on each of the devices
+# A tree, whole on each of the devices that the second argument has an entry for.
+copies = jax.pmap(lambda tree, _: tree, "device", in_axes=(None, 0), out_axes=None)
 
 
 @cache

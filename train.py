@@ -27,7 +27,7 @@ import shard
 import txl
 from data import checkpoint, flags, prepare, tokenizer
 from evaluation import bits_per_byte, eval_only, evaluate, judged
-from step import compile_step, init_state, make_eval, make_whole, pieces, to_devices, to_host
+from step import compile_step, fresh_state, init_state, make_eval, make_whole, pieces, to_devices, to_host
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
 FREE += ("dtype", "layer_rows", "reset_on")  # what a resumed run may change: all else decides shapes or meaning
@@ -178,7 +178,8 @@ def short_sample(params, vocab, cfg, n=200, temperature=0.8):
         def body(carry, key):
             ids, cache = carry
             scores, cache = txl.extend(params, ids[:, None], cache, cfg)
-            ids = jax.random.categorical(key, scores[:, 0] / temperature).astype(jnp.int32)
+            scores = scores[:, 0, : tokenizer.size(vocab)]
+            ids = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
             return (ids, cache), ids[0]
 
         return lax.scan(body, (first, txl.init_cache(params, cfg, 1)), jax.random.split(key, n))[1]
@@ -365,8 +366,7 @@ def finite(number, folder, **values):
 def prepared(cfg, run, source, n_devices):
     """(devices' state, steps done, tokens read of each row, best loss) at the start of a run."""
     if not run.resume:
-        host = jax.tree.map(np.asarray, init_state(cfg, run, source and source.params, run.batch))
-        return to_devices(host, n_devices, run), 0, 0, math.inf
+        return fresh_state(cfg, run, source and source.params, n_devices), 0, 0, math.inf
     try:
         host, cursor = restore(source, cfg, run)
     except ValueError as e:

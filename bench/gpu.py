@@ -139,7 +139,10 @@ def timed_step(cfg, run, compiled, peak_tflops):
 
 def decode(tiny):
     """Tokens per second of all rows together, over a full cache."""
-    cfg, how = SMALL if tiny else replace(BASE, dtype="bfloat16"), generate.How(0.8, top_k=0, top_p=1, min_p=0)
+    cfg, how = (
+        SMALL if tiny else replace(BASE, dtype="bfloat16"),
+        generate.How(0.8, top_k=0, top_p=1, min_p=0, n_known=256),
+    )
     params = jax.jit(txl.init_params, static_argnums=1)(jax.random.key(0), cfg)
     prompts, n_tokens = [np.zeros(cfg.mem_len + 1, np.int32)], (4 if tiny else 20) * generate.BLOCK
     for rows in (1,) if tiny else (1, 16, 256):

@@ -60,7 +60,7 @@ def ids_of(run, **flags):
 
 
 def how(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    return generate.How(temperature, top_k, top_p, min_p)
+    return generate.How(temperature, top_k, top_p, min_p, 256)
 
 
 @partial(jax.jit, static_argnames="how")
@@ -240,6 +240,11 @@ def test_a_prompt_from_a_file_is_its_bytes_as_they_are(byte, tmp_path):
 def test_a_model_that_remembers_nothing_samples(tmp_path):
     run = model(tmp_path / "run", mem_len=0, same_length=False)
     assert len(ids_of(run, prompt=TEXT[:21].decode(), n_tokens=20)[0]) == 20
+
+
+def test_ids_beyond_the_vocabulary_are_never_drawn(tmp_path):
+    run = model(tmp_path / "run", CHAR, n_token=300)
+    assert max(max(ids) for ids in ids_of(run, prompt="ab", n_tokens=60, n_samples=3)) < 5
 
 
 def test_a_model_in_bfloat16_samples(tmp_path):
