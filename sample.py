@@ -18,13 +18,22 @@ import train
 from data import checkpoint, flags, tokenizer
 from generate import How, stream
 
+EXAMPLES = (
+    'python sample.py --prompt "def main(" --n_tokens 300               # go on from a prompt',
+    "python sample.py --prompt_file prompts.txt --lines --json          # a prompt a line, a JSON object each",
+    "python sample.py --score my.txt --html surprise.html               # how well the model predicts a text",
+)
+
 
 @dataclass(frozen=True)
 class Sample:
+    # model and prompt
     run: str = ""  # run folder or checkpoint; none: the newest run
     prompt: tuple[str, ...] = ()  # text to go on from, again for another; none: a newline, or else the first symbol
     prompt_file: str = ""  # file to take the prompt from instead, its bytes as they are
     lines: bool = False  # each line of prompt_file is a prompt
+    reset_on: str = ""  # id, or text of one token, that starts a document: nothing sees across it; none: as trained
+    # sampling
     n_tokens: int = 500  # tokens to generate for each sample
     n_samples: int = 1  # samples of each prompt
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
@@ -33,12 +42,13 @@ class Sample:
     min_p: float = 0.0  # draw from the tokens that are at least this share as likely as the most likely one
     seed: int = 1  # of the draws: the same seed gives the same text
     stop: tuple[str, ...] = ()  # text that ends a sample, again for another
-    reset_on: str = ""  # id, or text of one token, that starts a document: nothing sees across it; none: as trained
     devices: int = 0  # devices to spread the samples over; 0: all local ones, as far as there are samples
-    json: bool = False  # print one JSON object for each sample: prompt, text, ids, stopped; or for each score
+    # scoring
     score: tuple[str, ...] = ()  # print how well the model predicts this file instead, again for another
     per_token: str = ""  # with score: file to write token, log-probability and rank to, a JSON line each
     html: str = ""  # with score: page to write, each character coloured by its surprise
+    # output
+    json: bool = False  # print one JSON object for each sample: prompt, text, ids, stopped; or for each score
 
     def __post_init__(self):
         for f, least in (
@@ -147,7 +157,7 @@ def print_samples(blocks, prompts, vocab, opts):
 
 
 def main(argv=None):
-    given = flags.parse(argv, "sample.py", __doc__.splitlines()[0], {"sampling": Sample})
+    given = flags.parse(argv, "sample.py", __doc__.splitlines()[0], (Sample,), EXAMPLES)
     try:
         opts = Sample(**given)
         model = train.load(opts.run or checkpoint.newest_run())

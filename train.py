@@ -37,16 +37,24 @@ CALL += ("mem_fraction", "preallocate", "profile", "shard_group", "coordinator",
 LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0)
 LEAST |= dict.fromkeys(("shard_group", "process_id", "n_processes"), 0)  # everything else starts at 1
 
+EXAMPLES = (
+    "python train.py --data my.txt --steps 3000                 # train on a text of your own",
+    "python train.py --plan --batch 64 --tgt_len 256            # what that needs in memory, and what would need less",
+    "python train.py --eval_only --split test --eval_batch 1    # the newest run's loss on the test split",
+)
+
 
 @dataclass(frozen=True)
 class Run:
+    # data and checkpoints
     data: str = ""  # text file, folder of train.txt valid.txt test.txt, prepared folder or NAME; none: Python's source
     tokenizer: str = ""  # byte, char or word; none: byte, or what the data was prepared with
-    out: str = ""  # run folder; none: the first free runs/NAME-N
+    resume: str = ""  # run folder to go on with; auto: --out if it holds a checkpoint
+    init: str = ""  # run folder or checkpoint to take weights and vocabulary from
+    # training
     steps: int = 1500  # optimizer steps
     batch: int = 32  # rows of the whole step, over all devices
     tgt_len: int = 64  # tokens of a row in one step
-    batch_chunk: int = 1  # parts that a device's rows are computed in, one after the other
     optimizer: str = "muon"  # adam, adamw or muon (matrices by Muon, the rest by Adam)
     lr: float = 1e-2  # peak learning rate; adam and adamw want about a fifth of muon's
     lr_min: float = 0.0  # cosine: where the learning rate ends, as a share of the peak
@@ -56,26 +64,30 @@ class Run:
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient
     seed: int = 1  # of the initial weights and of dropout
-    log_every: int = 50  # steps between log lines
+    # evaluation
     eval_every: int = 250  # steps between evaluations, each followed by a checkpoint
     eval_tokens: int = 50_000  # targets of the valid split read in these
     eval_batch: int = 8  # rows that an evaluation splits its text into; 1 for published numbers
+    eval_only: bool = False  # evaluate --run on --split and stop
+    run: str = ""  # with --eval_only: run folder or checkpoint; none: the newest run
+    split: str = "valid"  # with --eval_only: train, valid or test
+    # memory: none of these changes a result beyond rounding, but dtype
+    batch_chunk: int = 1  # parts that a device's rows are computed in, one after the other
+    plan: bool = False  # print what this and thriftier settings need in memory, and stop
+    memory_budget: str = ""  # take the first setting, from cheap to thrifty, that needs no more: 6GiB, 500MiB, 80%
+    mem_fraction: float = 0.0  # share of a GPU's memory that jax may take; 0: its own default
+    preallocate: bool = True  # take that share at once; --no-preallocate: as needed
+    # devices
     devices: int = 0  # devices to use; 0: all
     shard: str = "none"  # cut into one part a device: none, opt (optimizer state) or params (parameters, too)
     shard_group: int = 0  # devices that share one set of parts; every such group has all of them. 0: all devices
     coordinator: str = ""  # several machines: HOST:PORT of process 0, or auto: what a cluster (Slurm, MPI, TPU) tells
     process_id: int = 0  # with --coordinator: number of this process
     n_processes: int = 0  # with --coordinator: processes in all
-    resume: str = ""  # run folder to go on with; auto: --out if it holds a checkpoint
-    init: str = ""  # run folder or checkpoint to take weights and vocabulary from
-    eval_only: bool = False  # evaluate --run on --split and stop
-    run: str = ""  # with --eval_only: run folder or checkpoint; none: the newest run
-    split: str = "valid"  # with --eval_only: train, valid or test
+    # output
+    out: str = ""  # run folder; none: the first free runs/NAME-N
+    log_every: int = 50  # steps between log lines
     json: bool = False  # print the log's JSON lines instead of text
-    plan: bool = False  # print what this and thriftier settings need in memory, and stop
-    memory_budget: str = ""  # take the first setting, from cheap to thrifty, that needs no more: 6GiB, 500MiB, 80%
-    mem_fraction: float = 0.0  # share of a GPU's memory that jax may take; 0: its own default
-    preallocate: bool = True  # take that share at once; --no-preallocate: as needed
     profile: str = ""  # folder to leave a trace of a few steps and a memory profile in
 
     def __post_init__(self):
@@ -262,6 +274,8 @@ def settle(given):
         run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
         if run.resume and run.optimizer != had:
             raise ValueError(f"optimizer: checkpoint {had}, asked {run.optimizer}: leave it out")
+    if "split" in given and not run.eval_only:
+        raise ValueError(f"split={run.split} is for --eval_only: give it, or leave --split out")
     corpus = prepare.load(run.data or None, run.tokenizer or None)
     vocab = source.vocab if source else corpus.vocab
     if corpus.vocab != vocab:
@@ -528,7 +542,7 @@ def print_plan(cfg, run, n_devices):
 
 
 def main(argv=None):
-    given = flags.parse(argv, "train.py", __doc__.splitlines()[0], {"model": txl.Config, "run": Run})
+    given = flags.parse(argv, "train.py", __doc__.splitlines()[0], (txl.Config, Run), EXAMPLES)
     allocator(given)
     try:
         cfg, run, corpus, source = settle(given)

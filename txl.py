@@ -45,6 +45,7 @@ MOVES = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_elem
 
 @dataclass(frozen=True)
 class Config:
+    # model
     n_token: int = 256  # vocabulary size; taken from the text in training
     n_layer: int = 4  # layers
     n_head: int = 4  # attention heads
@@ -64,6 +65,7 @@ class Config:
     untie_r: bool = False  # biases u and v of each layer's own instead of one pair for all
     cutoffs: tuple = ()  # adaptive softmax: first ids of the tail clusters, ascending; (): one softmax
     div_val: int = 1  # adaptive softmax: each tail cluster's embedding is this many times narrower
+    # memory: none of these changes a result beyond rounding, but dtype
     remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
     attention: str = "auto"  # dense, chunked, pallas (GPU, TPU); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention

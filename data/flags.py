@@ -34,28 +34,34 @@ KINDS |= {int | str: (str, "text"), tuple[str, ...]: (str, "text")}  # the latte
 
 @cache
 def comments(cls):
-    """{field of a dataclass: its trailing comment}."""
-    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+    """{field of a dataclass: (the comment line above its section, its trailing comment)}."""
+    section, found = "", {}
+    for title, name, text in re.findall(r"^    (?:# (.*)|(\w+): .*?  # (.*))$", inspect.getsource(cls), re.M):
+        section = title or section
+        found |= {name: (section, text)} if name else {}
+    return found
 
 
-def parse(argv, prog, about, groups, epilog=None):
-    """{flag: value} of the flags given in argv. A dataclass's fields are the flags, their comments the help."""
+def parse(argv, prog, about, classes, examples):
+    """{flag: value} of the flags given in argv. The fields of dataclasses are the flags, their comments the help."""
+    epilog = "\n  ".join(["examples:", *examples])
     parser = argparse.ArgumentParser(prog, description=about, epilog=epilog, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.error = lambda message: sys.exit(f"{prog}: {message} (see {prog} --help)")
-    for title, cls in groups.items():
-        group = parser.add_argument_group(title)
-        for f in fields(cls):
-            kind, shown = f.type, f.default if f.default not in ("", ()) else "none"
-            text = f"{comments(cls)[f.name]} (default: {shown})".replace("%", "%%")
-            if kind is bool:
-                action = argparse.BooleanOptionalAction
-                group.add_argument(f"--{f.name}", action=action, default=argparse.SUPPRESS, help=text)
-            else:
-                convert, word = KINDS[kind]
-                how = dict(type=_named(convert, word), metavar=word.split()[-1].upper(), default=argparse.SUPPRESS)
-                how |= {"action": "append"} if kind == tuple[str, ...] else {}
-                group.add_argument(f"--{f.name}", help=text, **how)
+    groups = {}
+    for f, (section, meaning) in ((f, comments(cls)[f.name]) for cls in classes for f in fields(cls)):
+        kind = f.type
+        shown = f.default if f.default not in ("", ()) else "none"
+        how = {"help": f"{meaning} (default: {shown})".replace("%", "%%"), "default": argparse.SUPPRESS}
+        if kind is bool:
+            how |= {"action": argparse.BooleanOptionalAction}
+        else:
+            convert, word = KINDS[kind]
+            how |= dict(type=_named(convert, word), metavar=word.split()[-1].upper())
+            how |= {"action": "append"} if kind == tuple[str, ...] else {}
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        groups[section].add_argument(f"--{f.name}", **how)
     given = vars(parser.parse_args(argv))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 

@@ -1,5 +1,6 @@
 """Every flag of both scripts refuses what it cannot be, in one line, before anything is compiled or written."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -50,7 +51,7 @@ METAVAR |= {int | tuple: "1,2,...", int | str: "TEXT"}
 FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
 INSTEAD = {"out": FILES, "profile": FILES}  # of kind str, but folders to make
 INSTEAD |= {"prompt": (), "stop": ("",), "reset_on": ("two words", "-7", "256")}  # any text will do, or all but none
-BESIDE = {"run": ["--eval_only"]}  # without which the flag means nothing
+BESIDE = {"run": ["--eval_only"], "split": ["--eval_only"]}  # without which the flag means nothing
 
 
 SMALL = argv(batch=8, tgt_len=8, steps=1, n_layer=1, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
@@ -94,6 +95,7 @@ def test_a_word_that_is_no_flag_is_named_and_abbreviations_are_not_taken(main, w
     [
         (train.main, ["--resume", "model", "--init", "model"], ("resume", "init")),
         (train.main, ["--run", "model"], ("run", "--eval_only")),
+        (train.main, ["--split", "test"], ("split", "--eval_only")),
         (train.main, ["--resume", "auto"], ("--out",)),
         (train.main, ["--cutoffs", "9", "--tie_projs", "1"], ("tie_projs", "2 clusters")),
         (train.main, ["--cutoffs", "9", "--div_val", "99"], ("div_val",)),
@@ -108,17 +110,27 @@ def test_flags_that_contradict_each_other_are_named_together(main, words, named,
 
 
 def test_whole_numbers_are_taken_for_floats_and_scientific_notation_too():
-    groups = {"model": txl.Config, "run": train.Run}
-    given = flags.parse(["--dropout", "0", "--lr", "1e-3", "--weight_decay=0"], "train.py", "", groups)
+    groups = (txl.Config, train.Run)
+    given = flags.parse(["--dropout", "0", "--lr", "1e-3", "--weight_decay=0"], "train.py", "", groups, ())
     assert given == {"dropout": 0.0, "lr": 0.001, "weight_decay": 0.0}
     assert {type(value) for value in given.values()} == {float}
     assert txl.Config(dropout=0).dropout == 0.0 and type(txl.Config(dropout=0).dropout) is float
 
 
 def test_a_switch_is_turned_off_by_no_and_a_flag_left_out_is_left_out():
-    groups = {"model": txl.Config}
-    given = flags.parse(["--no-same_length", "--pre_norm", "--cutoffs", "3,5,"], "train.py", "", groups)
+    groups = (txl.Config,)
+    given = flags.parse(["--no-same_length", "--pre_norm", "--cutoffs", "3,5,"], "train.py", "", groups, ())
     assert given == {"same_length": False, "pre_norm": True, "cutoffs": (3, 5)}
+
+
+@pytest.mark.parametrize("main, groups", [(train.main, 7), (sample.main, 4)])
+def test_help_groups_the_flags_and_ends_with_three_examples_of_flags_that_exist(main, groups):
+    text = call(main, "--help").out
+    heads = re.findall(r"^(\S.*):$", text, re.M)
+    assert len(heads) == groups + 2 and heads[0] == "options" and heads[-1] == "examples"
+    examples = text.partition("examples:")[2].strip().splitlines()
+    known = set(re.findall(r"^  (--\w+)", text.partition("examples:")[0], re.M))
+    assert len(examples) == 3 and all(set(re.findall(r"--\w+", line)) <= known for line in examples)
 
 
 @pytest.mark.parametrize("script", ["train", "sample"])
