@@ -3,6 +3,9 @@
 import gc
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +21,59 @@ import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import txl  # noqa: E402
+
+SECOND = ("test_kernels.py", "test_model.py", "test_plan.py", "test_sample.py")  # half of the work
+REPORTS = "TXL_TEST_REPORTS"  # where the second half leaves its reports
+
+
+def pytest_collection_modifyitems(session, config, items):
+    """The whole suite runs in two processes, for two cores: this one, and a pytest of the files in SECOND."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if REPORTS in os.environ or not whole or config.option.keyword or config.option.collectonly:
+        return
+    second = [item for item in items if item.path.name in SECOND]
+    items[:] = [item for item in items if item.path.name not in SECOND]
+    path = Path(tempfile.mkdtemp()) / "reports"
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", *{str(item.path) for item in second}]
+    command += ["-x"] if config.option.maxfail == 1 else []
+    process = subprocess.Popen(command, env=os.environ | {REPORTS: str(path)}, stdout=subprocess.DEVNULL)
+    session.second = process, path, len(second)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    """After this half, repeats the reports of the second one as if its tests had run here."""
+    process, path, n = getattr(session, "second", (None, None, 0))
+    session.testscollected += n
+    try:
+        result = yield
+    except BaseException:
+        if process:
+            process.terminate()
+        raise
+    if process and process.wait() not in (0, 1):
+        pytest.exit(f"the second half of the tests ended with {process.returncode}", 3)
+    for line in path.read_text().splitlines() if process else ():
+        hook, data = session.config.hook, json.loads(line)
+        report = hook.pytest_report_from_serializable(config=session.config, data=data)
+        hook.pytest_runtest_logreport(report=report)
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if REPORTS in os.environ and report.when in ("setup", "call", "teardown"):
+        data = CONFIG[0].hook.pytest_report_to_serializable(config=CONFIG[0], report=report)
+        with open(os.environ[REPORTS], "a") as f:
+            f.write(json.dumps(data) + "\n")
+
+
+CONFIG = []
+
+
+def pytest_configure(config):
+    CONFIG[:] = [config]
+
 
 REFERENCE = Path(__file__).parent / "reference"
 
