@@ -16,6 +16,7 @@ from test_import import CONFIG, foreign, safetensors
 import sample
 import train
 import txl
+from bench import recipes
 from data import import_checkpoint, prepare
 from data.corpora import CORPORA, FOLDER
 
@@ -37,7 +38,11 @@ def small(words):
         return {}
     quick = dict(eval_batch=256, schedule="constant")  # the built-in corpus is evaluated whole; runs share a program
     quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
+    if "--eval_only" in words:  # the model's sizes are the checkpoint's
+        return quick | dict(devices=1, mem_len=7, tgt_len=16) | (dict(clamp_len=3) if "--clamp_len" in words else {})
     quick |= dict(batch=1) if "--plan" in words else {}  # nothing to split, fewer settings to compile
+    quick |= dict(d_model=64, cutoffs="3,5,7") if "--cutoffs" in words else {}  # wide enough for div_val 4
+    quick |= dict(json=True) if "--out" in words else {}  # no sample to compile
     return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
 
 
@@ -91,6 +96,26 @@ def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch, qu
         assert outcome.code is None and outcome.out, (command, outcome)
         ran.append(main)
     assert len(ran) > 6 and set(ran) == set(MAINS.values())
+
+
+def test_the_table_of_recipes_says_what_their_commands_were_planned_to_need():
+    section, commands = README.split("## Reproduce\n")[1].split("\n## ")[0], recipes.commands(README)
+    lines = [json.loads(line) for line in (ROOT / "bench/results/recipes.jsonl").read_text("utf-8").splitlines()]
+    planned = {(line["recipe"], line["asked"]): line for line in lines}
+    assert len(planned) == len(lines) and {name for name, _ in planned} == {*commands, *recipes.MORE}
+    mib = {name: [f"{planned[name, asked]['total_mib']:,.0f}" for asked in (True, False)] for name, _ in planned}
+    rows = dict(re.findall(r"^\| `([\w-]+)`, (.*) \|$", section, re.M))
+    assert list(rows) == list(commands)
+    for name, words in commands.items():
+        line = planned[name, True]
+        assert line["command"] == planned[name, False]["command"] == shlex.join(words)
+        whole = sum(line[f"{kind}_mib"] for kind in ("parameters", "gradients", "optimizer"))
+        size = f"{recipes.settings(words)[0].n_layer} layers | {line['n_params'] / 1e6:.1f} M"
+        assert rows[name].split(" | ")[:2] == size.split(" | ")
+        assert rows[name].split(" | ")[4:] == [*mib[name], f"{whole:,.0f}"]
+    for name in recipes.MORE:
+        assert " needs {} MiB as asked, {} at its".format(*mib[name]) in section.replace("\n", " ")
+    assert {line["jax"] for line in lines} == set(re.findall(r"by jax ([\d.]+\d)", section))
 
 
 INSTALLS = re.findall(r"pip install ([^`\n&]+)", README)
