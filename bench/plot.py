@@ -60,6 +60,26 @@ def lengths(plt):
     save(figure, "lengths.png")
 
 
+def flat(plt):
+    """Time of a token against tokens generated so far, beside what a token costs otherwise."""
+    found = lines("reading.jsonl")
+    (run,) = [e for e in found if e["what"] == "decoded"]
+    kept = [e for e in found if e["what"] == "kept"]
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    others = {"port": "Hugging Face's port", "recompute": "no memory: the window anew", "hidden": "hidden states kept"}
+    for (name, label), color in zip(others.items(), ("C3", "C1", "C2")):
+        (cost,) = [e for e in found if e["what"] == name and e["mem_len"] == run["mem_len"]]
+        axes.axhline(cost["step_ms"], color=color, linestyle="--", label=label)
+    axes.plot(run["tokens"], run["ms_per_token"], ".-", color="C0", label="txl, one text decoded")
+    axes.plot(
+        [e["tokens"] for e in kept], [e["ms_per_token"] for e in kept], "D", color="C0", label="txl, from kept caches"
+    )
+    label = f"ms per token, 2 CPU cores, {run['mem_len']} remembered"
+    axes.set(xlabel="tokens so far", ylabel=label, xscale="log", yscale="log")
+    axes.legend(fontsize=8)
+    save(figure, "flat.png")
+
+
 def save(figure, name):
     figure.tight_layout()
     figure.savefig(RESULTS / name, dpi=130)
@@ -77,6 +97,7 @@ def main():
     quality(plt)
     memory(plt)
     lengths(plt)
+    flat(plt)
 
 
 if __name__ == "__main__":
