@@ -90,6 +90,17 @@ def decode(params, last, cache, cfg, blocks):
     return last, cache
 
 
+@partial(jax.pmap, axis_name="device", in_axes=((0, CACHE_AXES),), out_axes=(0, CACHE_AXES))
+def placed(held):
+    """(last, cache) on a device as `decode` leaves them: it would be compiled a second time otherwise."""
+    return held
+
+
+def empty(params, cfg, rows):
+    """(last [1, B], cache) of rows that have read nothing."""
+    return placed((np.zeros((1, rows), np.int32), make_cache(cfg, rows)(params, np.zeros(1))))
+
+
 def n_bytes(*trees):
     return sum(a.nbytes for a in jax.tree.leaves(trees))
 
@@ -100,8 +111,8 @@ def n_bytes(*trees):
 def reuse(params, cfg, rows):
     """Generating with the cache, its memory full."""
     weights = for_reading(params, cfg)
-    cache = make_cache(cfg, rows)(weights, np.zeros(1))
-    held = [np.zeros((1, rows), np.int32), read(weights, random_ids(cfg, 1, rows, cfg.mem_len), cache, cfg)]
+    last, cache = empty(weights, cfg, rows)
+    held = [last, read(weights, random_ids(cfg, 1, rows, cfg.mem_len), cache, cfg)]
     unread = sum(layer["w_r"].nbytes for layer in weights["layers"])  # the cache holds what it gives
     size = n_bytes(weights, held[1]) - unread
 
@@ -244,12 +255,6 @@ def compared(key, other, tokens, says):
     return line | {"ratio": ratio, "ratio_range": [low, high], "says": says}
 
 
-@partial(jax.pmap, in_axes=((0, CACHE_AXES),), out_axes=(0, CACHE_AXES))
-def placed(kept):
-    """Host copies of (last, cache) on a device, as `decode` leaves them."""
-    return kept
-
-
 def copied(tree):
     return jax.tree.map(lambda a: np.array(jnp.copy(a)), tree)
 
@@ -264,8 +269,8 @@ def walk(params, cfg, counts):
 
     The first two counts are reached token by token, after a segment of what makes no whole block; others in segments.
     """
-    held, done, steps = (np.zeros((1, 1), np.int32), make_cache(cfg, 1)(params, np.zeros(1))), 0, []
-    decode(params, *placed(copied(held)), cfg, 1)  # compiles
+    decode(params, *empty(params, cfg, 1), cfg, 1)  # compiles
+    held, done, steps = empty(params, cfg, 1), 0, []
     for i, count in enumerate(counts):
         head = (count - done) % BLOCK if i < 2 else count - done
         for n in [SEGMENT] * (head // SEGMENT) + [head % SEGMENT] * (head % SEGMENT > 0):
