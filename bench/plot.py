@@ -63,7 +63,7 @@ def lengths(plt):
 def flat(plt):
     """Time of a token against tokens generated so far, beside what a token costs otherwise."""
     found = lines("reading.jsonl")
-    (run,) = [e for e in found if e["what"] == "decoded"]
+    _, run = [e for e in found if e["what"] == "decoded"]
     kept = [e for e in found if e["what"] == "kept"]
     figure, axes = plt.subplots(figsize=(6, 3.6))
     others = {"port": "Hugging Face's port", "recompute": "no memory: the window anew", "hidden": "hidden states kept"}

@@ -28,16 +28,15 @@ def test_reuse_is_set_against_recomputing_and_against_a_memory_too_and_each_line
         assert low == line["ratio"] == high > 0  # one block
 
 
-def test_live_bytes_do_not_grow_with_the_tokens_generated_or_read(lines):
+def test_live_bytes_do_not_grow_with_the_tokens_generated(lines):
     kept = {line["tokens"]: line for line in lines if line["what"] == "kept"}
-    assert list(kept) == [20, 52, 300]
+    assert list(kept) == [20, 52, 308]
     assert len({line["live_bytes"] for line in kept.values()}) == 1
     # a ring of 16 + 1 keys and one of values in each of 2 layers, 2 heads of 6 channels, and the rest
-    assert kept[300]["live_bytes"] >= 4 * 2 * 2 * 17 * 2 * 6
-    (run,) = (line for line in lines if line["what"] == "decoded")
-    assert run["tokens"] == [12, 28, 44] and run["says"].startswith(
-        "one text, token by token: the last 16 of 52 tokens"
-    )
+    assert kept[308]["live_bytes"] >= 4 * 2 * 2 * 17 * 2 * 6
+    run, longer = (line for line in lines if line["what"] == "decoded")
+    assert run["tokens"] == longer["tokens"][:2] + [44] == [12, 28, 44]
+    assert run["says"].startswith("one text, token by token: the last 16 of 52 tokens")
 
 
 def test_what_a_step_reads_is_counted_once(lines):
