@@ -76,7 +76,11 @@ def make_generate(cfg, how):
         return out.T, last, cache
 
     return jax.pmap(
-        generate, in_axes=(None, 0, CACHE_AXES, 0, 0, 0, None), out_axes=(0, 0, CACHE_AXES), donate_argnums=(2, 3)
+        generate,
+        "device",
+        in_axes=(None, 0, CACHE_AXES, 0, 0, 0, None),
+        out_axes=(0, 0, CACHE_AXES),
+        donate_argnums=(2, 3),
     )
 
 
@@ -101,11 +105,12 @@ def read_prompts(params, prompts, cfg, segment):
     return cache, [prompt[n * segment :] for prompt, n in zip(prompts, whole)]
 
 
-@partial(jax.pmap, axis_name="device", in_axes=(None, 0), out_axes=CACHE_AXES)
-def rows_of(cache, prompt_of):
-    """On each device, a cache of a row for each of its prompt_of [device, R]."""
+@partial(jax.pmap, axis_name="device", in_axes=(None, 0, 0), out_axes=(0, CACHE_AXES))
+def rows_of(cache, prompt_of, last):
+    """On each device, last [device, R] and a cache of a row for each of its prompt_of [device, R]."""
     pick = lambda a: a.reshape(len(cache.fill), -1, *a.shape[1:])[prompt_of].reshape(-1, *a.shape[1:])
-    return cache._replace(k=tuple(map(pick, cache.k)), v=tuple(map(pick, cache.v)), fill=cache.fill[prompt_of])
+    rows = cache._replace(k=tuple(map(pick, cache.k)), v=tuple(map(pick, cache.v)), fill=cache.fill[prompt_of])
+    return last, rows  # both as `make_generate` leaves them: it would be compiled a second time otherwise
 
 
 def stream(params, prompts, n_samples, n_tokens, how, seed, cfg, segment, n_devices):
@@ -121,9 +126,9 @@ def stream(params, prompts, n_samples, n_tokens, how, seed, cfg, segment, n_devi
     split = lambda a: np.reshape(a, (n_devices, -1, *np.shape(a)[1:]))
     params = copies(txl.unstack(params, cfg), np.zeros(n_devices))
     cache, rests = read_prompts(params, prompts, cfg, segment)
-    cache, rests = rows_of(cache, split(prompt_of)), [rests[i] for i in prompt_of]
+    rests = [rests[i] for i in prompt_of]
     left = np.array([len(rest) - 1 for rest in rests], np.int32)  # tokens still to be read when the first is drawn
-    last = split(np.array([rest[0] for rest in rests]))
+    last, cache = rows_of(cache, split(prompt_of), split(np.array([rest[0] for rest in rests], np.int32)))
     for first in range(0, left.max() + n_tokens, BLOCK):
         known = [rest[1 + first :][:BLOCK] for rest in rests]
         given = np.stack([np.pad(ids, (0, BLOCK - len(ids)), constant_values=-1) for ids in known])

@@ -6,8 +6,9 @@
     python -m bench.peers --setting quality --torch_python ENV/bin/python --data FILE     # the clock's losses
 
 ENV is a virtual environment of its own: pip install torch==2.13.0 transformers==4.30.2 "numpy<2".
-One process per worker (hf, ours, matmul, clock). It reads `steps N` or `evaluate` from standard input and answers
-with a JSON line; between two commands it sleeps. Results are JSON lines on standard output. Linux only.
+One process per worker (hf, ours, matmul, clock; hf_reader for bench.reading). It reads `steps N` or `evaluate` from
+standard input and answers with a JSON line; between two commands it sleeps. Results are JSON lines on standard output.
+Linux only.
 """
 
 import argparse
@@ -86,24 +87,36 @@ def import_torch():
     return torch
 
 
+def import_hf():
+    """torch, and the versions of it and of transformers."""
+    torch = import_torch()
+    try:
+        from transformers import __version__
+    except ImportError as error:
+        raise SystemExit(f"{sys.executable}: {error}; {INSTALL}") from error
+    return torch, f"torch {torch.__version__} transformers {__version__}"
+
+
+def hf_model(shape):
+    """Hugging Face's TransfoXLLMHeadModel of these sizes, nothing that ours has not."""
+    from transformers import TransfoXLConfig, TransfoXLLMHeadModel
+
+    sizes = {k: shape[k] for k in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "mem_len")}
+    plain = dict(div_val=1, cutoffs=[], clamp_len=-1, same_length=False, untie_r=False, dropout=0.0, dropatt=0.0)
+    return TransfoXLLMHeadModel(TransfoXLConfig(shape["n_token"], d_embed=shape["d_model"], **sizes, **plain))
+
+
 # Workers: generators. The first value is what the worker says when ready; then each command sent gives one reply.
 
 
 def hf_worker(shape):
     """Hugging Face's TransfoXLLMHeadModel: the same sizes and objective, memory carried, Adam, clipping."""
-    torch = import_torch()
-    try:
-        from transformers import TransfoXLConfig, TransfoXLLMHeadModel, __version__
-    except ImportError as error:
-        raise SystemExit(f"{sys.executable}: {error}; {INSTALL}") from error
-    versions = f"torch {torch.__version__} transformers {__version__}"
+    torch, versions = import_hf()
     ready = {"after_imports_mib": status_mib("VmRSS"), "versions": versions}
 
     def build(shape):
-        sizes = {k: shape[k] for k in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "mem_len")}
-        plain = dict(div_val=1, cutoffs=[], clamp_len=-1, same_length=False, untie_r=False, dropout=0.0, dropatt=0.0)
-        model = TransfoXLLMHeadModel(TransfoXLConfig(shape["n_token"], d_embed=shape["d_model"], **sizes, **plain))
-        return model.train(), torch.optim.Adam(model.parameters(), lr=2.5e-4)
+        model = hf_model(shape).train()
+        return model, torch.optim.Adam(model.parameters(), lr=2.5e-4)
 
     def step(model, optimizer, batch, mems):
         ids, targets = (torch.from_numpy(x) for x in batch)
@@ -127,6 +140,22 @@ def hf_worker(shape):
         for _ in range(count):
             loss, mems = step(model, optimizer, next(stream), mems)
         _, count = yield {"loss_nats": loss, "n_params": n_params}
+
+
+def hf_reader_worker(shape):
+    """Hugging Face's model generating: one row, its memory full, a token a step drawn from what it predicts."""
+    torch, versions = import_hf()
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": versions}
+    model = hf_model(shape).eval()
+    with torch.no_grad():
+        mems = model(torch.randint(shape["n_token"], (1, shape["mem_len"]))).mems
+        last = torch.zeros(1, 1, dtype=torch.long)
+        _, count = yield ready | settle_level()
+        while True:
+            for _ in range(count):
+                out = model(last, mems=mems)
+                last, mems = torch.multinomial(out.prediction_scores[:, -1].exp(), 1), out.mems
+            _, count = yield {"remembered": len(mems[0])}
 
 
 def ours_worker(shape):
@@ -486,12 +515,13 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, help="steps in a block: 3, for clock 50, for quality 250")
     parser.add_argument("--torch_python", default=sys.executable, help=INSTALL.replace("%", "%%"))
     parser.add_argument("--data", help="text file for the clock; without it, random ids")
-    parser.add_argument("--worker", choices=("hf", "ours", "matmul", "clock"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=("hf", "hf_reader", "ours", "matmul", "clock"), help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
         serve({
             "hf": lambda: hf_worker(args.shape),
+            "hf_reader": lambda: hf_reader_worker(args.shape),
             "ours": lambda: ours_worker(args.shape),
             "matmul": lambda: matmul_worker(args.shape),
             "clock": lambda: clock_worker(args.shape, args.data),

@@ -65,6 +65,28 @@ def lengths(plt):
     save(figure, "lengths.png")
 
 
+def flat(plt):
+    """Time of a token against tokens generated so far, beside what a token costs otherwise."""
+    found = lines("reading.jsonl")
+    _, run = [e for e in found if e["what"] == "decoded"]
+    kept = [e for e in found if e["what"] == "kept"]
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    others = {"recompute": "ours without memory: its window read anew", "port": "Hugging Face's port, memory full"}
+    others |= {"hidden": "ours with memory of hidden states, as in the original"}
+    for (name, label), color in zip(others.items(), ("C1", "C3", "C2")):
+        (cost,) = [e for e in found if e["what"] == name and e["mem_len"] == run["mem_len"]]
+        axes.axhline(cost["step_ms"], color=color, linestyle="--")
+        axes.text(10, 1.08 * cost["step_ms"], label, color=color, fontsize=8)
+    axes.plot(run["tokens"], run["ms_per_token"], ".-", label="the cache, one text decoded")
+    axes.plot(
+        [e["tokens"] for e in kept], [e["ms_per_token"] for e in kept], "kD", label="the same from three kept caches"
+    )
+    axes.set(xlabel=f"tokens so far, {run['mem_len']} remembered", ylabel="ms per token, 2 CPU cores")
+    axes.set(xscale="log", yscale="log", ylim=(0.2, 100), yticks=[1, 10, 100], yticklabels=["1", "10", "100"])
+    axes.legend(fontsize=8, loc="lower left")
+    save(figure, "flat.png")
+
+
 def save(figure, name):
     figure.tight_layout()
     figure.savefig(RESULTS / name, dpi=130)
@@ -88,6 +110,7 @@ def main():
     quality(plt)
     memory(plt)
     lengths(plt)
+    flat(plt)
 
 
 if __name__ == "__main__":

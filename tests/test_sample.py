@@ -191,6 +191,8 @@ def test_prompts_of_1_to_40_characters_seeds_and_lengths_compile_one_decode_step
     for length in range(1, 41):
         ids_of(byte, prompt=TEXT[:length].decode(), n_tokens=length % 7 + 1, seed=length)
     assert len(COMPILED) == compiled
+    ids_of(byte, prompt=TEXT[:30].decode(), n_tokens=40, temperature=0.77)  # a decode step of its own, in three blocks
+    assert len(COMPILED) == compiled + 1
 
 
 def test_the_same_prompt_gives_the_same_text_after_another_prompt_and_the_same_seed_only(byte):
@@ -280,7 +282,7 @@ def test_rows_together_have_the_logits_that_they_have_alone_past_mem_len_too(byt
     for i, text in enumerate(texts):
         own, (rest,) = generate.read_prompts(params, [text], cfg, 8)
         assert rest.tolist() == rests[i].tolist()
-        row = generate.rows_of(cache, np.array([[i]]))
+        _, row = generate.rows_of(cache, np.array([[i]]), np.zeros((1, 1), np.int32))
         row = row._replace(k=tuple(a[0] for a in row.k), v=tuple(a[0] for a in row.v), fill=row.fill[0])
         logits = [txl.extend(params, rest[None, :1], c, cfg)[0] for c in (own, row)]
         np.testing.assert_allclose(*logits, 1e-5, 1e-5)  # float32, other shapes of the same products
