@@ -27,7 +27,7 @@ from bench import peers
 from generate import BLOCK, How, draw, make_generate
 from step import CACHE_AXES, copies, make_cache, make_eval
 
-HOW = How(1.0, 0, 1.0, 0.0)  # drawn from all that the model predicts
+HOW = How(1.0, 0, 1.0, 0.0, peers.WIDE["n_token"])  # drawn from all that the model predicts
 TURNS = dict(reuse=6 * BLOCK, many=3 * BLOCK, hidden=BLOCK, recompute=5, port=BLOCK, sum=2)  # steps of a turn
 FULL = {
     "model": peers.WIDE | dict(n_layer=6),
