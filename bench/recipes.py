@@ -35,7 +35,7 @@ def commands(text):
 
 def settings(words):
     """(cfg, run) that the command asks for on a corpus, known without having it."""
-    given = flags.parse(words, "train.py", "", {"model": txl.Config, "run": train.Run})
+    given = flags.parse(words, "train.py", "", (txl.Config, train.Run), ())
     of = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
     return txl.Config(n_token=N_TOKEN[given["data"]], **of(txl.Config)), train.Run(**of(train.Run))
 
