@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import txl  # noqa: E402
 
-SECOND = ("test_kernels.py", "test_model.py", "test_plan.py", "test_sample.py")  # half of the work
+SECOND = ("test_import.py", "test_kernels.py", "test_model.py", "test_plan.py", "test_sample.py", "test_scoring.py")
 REPORTS = "TXL_TEST_REPORTS"  # where the second half leaves its reports
 
 
