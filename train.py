@@ -93,6 +93,8 @@ class Run:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
+            if type(f.default) is int and value >= 2**31:
+                raise ValueError(f"{f.name}={value} is out of range: give less than 2**31")
             if isinstance(f.default, (int, float)) and not isinstance(f.default, bool):
                 least = LEAST.get(f.name, 1 if isinstance(f.default, int) else None)
                 if not math.isfinite(value) or (value < least if least is not None else value <= 0):
@@ -109,8 +111,6 @@ class Run:
         for name in ("beta2", "lr_min", "mem_fraction"):
             if getattr(self, name) > 1 or (name == "beta2" and self.beta2 == 1):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give at most 1")
-        if self.seed >= 2**31:
-            raise ValueError(f"seed={self.seed} is out of range: give less than 2**31")
         if self.resume and self.init:
             raise ValueError("resume and init are both given: --resume goes on with a run, --init starts a new one")
         if self.shard_group and self.shard == "none":
@@ -154,8 +154,11 @@ def load(path):
     try:
         meta, arrays = checkpoint.read(path, want)
         cfg, vocab = txl.Config(**meta["config"]), tokenizer.check(meta["vocab"])
-        run = meta["run"] | {"path": str(path)}
-    except (KeyError, TypeError) as e:
+        run = checkpoint.check_run(meta["run"], Run) | {"path": str(path)}
+        Run(**{k: v for k, v in run["flags"].items() if k not in CALL})
+    except (KeyError, TypeError, ValueError) as e:
+        if str(path) in str(e):
+            raise
         raise ValueError(f"{path} is no checkpoint of ours ({e}): give another one") from None
     tree = jax.tree.structure(txl.param_shapes(cfg))
     params = jax.tree.unflatten(tree, [arrays[f"params/{name}"] for name in named(txl.param_shapes(cfg))])
@@ -268,7 +271,7 @@ def settle(given):
     if run.eval_only:
         source = load(run.run or checkpoint.newest_run())
     elif run.resume or run.init:
-        source = load(checkpoint.newest(run.resume) if run.resume else run.init)
+        source = load(checkpoint.newest(run.resume, say) if run.resume else run.init)
     if source and (run.resume or run.eval_only):
         kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in CALL}
         run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
