@@ -1,6 +1,7 @@
-"""One run at a time in a folder: a lock that is gone when the process that holds it is, however that ends."""
+"""The folder of a run: one process at a time writes there, and none leaves half a line or half a file for good."""
 
 import contextlib
+import io
 import os
 
 try:
@@ -13,18 +14,14 @@ except ImportError:  # Windows
 def locked(folder, say=print):
     """Holds the folder of a run, and first removes what a process that was killed left half-written there.
 
-    ValueError names the process that holds it, or says why nobody can write there.
+    The lock is gone when its process is, however that ends. BlockingIOError names the process that holds it.
     """
     path = folder / "lock"
-    try:
-        file = open(path, "a+", encoding="ascii", errors="replace")
-    except OSError as e:
-        raise ValueError(f"{folder} cannot be written ({e.strerror}): allow it, or give another --out") from None
-    with file:
+    with open(path, "a+", encoding="ascii", errors="replace") as file:
         if not _take(file, path, say):
             file.seek(0)
             holder = file.read(20).strip() or "unknown"
-            raise ValueError(f"{folder} is in use by process {holder}: end that run first, or give another --out")
+            raise BlockingIOError(f"{folder} is in use by process {holder}: end that run first, or give another --out")
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -35,6 +32,16 @@ def locked(folder, say=print):
         finally:
             with contextlib.suppress(OSError):  # Windows removes no open file
                 path.unlink()
+
+
+def open_log(path):
+    """The log of a run, open for more lines; ends the line that a process that was killed left half-written there."""
+    file = open(path, "a+b")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return io.TextIOWrapper(file, encoding="utf-8", newline="\n")
 
 
 def _take(file, path, say):

@@ -1,0 +1,5 @@
+"""wip"""
+
+
+def fuzz(kind):
+    yield {}
