@@ -180,8 +180,6 @@ def main(argv=None):
         n_devices, segment = opts.devices or jax.local_device_count(), run["flags"]["tgt_len"]
         sizes = (opts.n_samples, opts.n_tokens, how, opts.seed)
         print_samples(stream(params, prompts, *sizes, cfg, segment, n_devices), texts, vocab, opts)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except (ValueError, OSError) as e:
         if isinstance(e, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: so may we
@@ -190,4 +188,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    flags.start(main)

@@ -467,12 +467,12 @@ def keep(job, state, names, **known):
         checkpoint.save(job.folder / name, host, meta)
 
 
-def train(cfg, run, corpus, source, n_devices, folder):
+def train(cfg, run, corpus, source, n_devices, folder, stop):
     """One run: the step compiled, the state made, the loop, the last evaluations."""
     compiled = compile_step(cfg, run, n_devices)  # before there is any state
     state, first, cursor, best = prepared(cfg, run, source, n_devices)
     head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
-    with open_log(folder / "log.jsonl" if jax.process_index() == 0 else os.devnull) as log, signals() as stop:
+    with open_log(folder / "log.jsonl" if jax.process_index() == 0 else os.devnull) as log:
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
         job = Job(cfg, run, corpus, n_devices, folder, log, make_whole(cfg, run, n_devices))
         state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
@@ -583,13 +583,10 @@ def main(argv=None):
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
     shard.announce(folder)
     try:
-        with locked(folder, say):
-            train(cfg, run, corpus, source, n_devices, folder)
+        with locked(folder, say), signals() as stop:
+            train(cfg, run, corpus, source, n_devices, folder, stop)
     except OSError as e:  # a full disk, or another run in the folder
         sys.exit(f"train.py: {e}")
-    except KeyboardInterrupt:
-        say(f"stopped at once: {folder} keeps its last checkpoint")
-        sys.exit(130)
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
@@ -597,4 +594,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    flags.start(main)
