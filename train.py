@@ -323,7 +323,6 @@ def restore(source, cfg, run):
     """(host state, cursor) of a checkpoint to resume; memory starts empty where its shape has changed."""
     like = jax.eval_shape(lambda: init_state(cfg, run, None, run.batch))
     wanted = named(like)
-
     had = [source.run["flags"].get("batch"), source.cfg.mem_len, source.cfg.dtype]
     fresh = had != [run.batch, cfg.mem_len, cfg.dtype]
     want = {k: v for k, v in wanted.items() if not (fresh and k.startswith("mems/"))}
@@ -583,7 +582,8 @@ def main(argv=None):
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
     shard.announce(folder)
     try:
-        with locked(folder, say), signals() as stop:
+        first = jax.process_index() == 0  # who writes
+        with locked(folder, say) if first else contextlib.nullcontext(), signals() as stop:
             train(cfg, run, corpus, source, n_devices, folder, stop)
     except OSError as e:  # a full disk, or another run in the folder
         sys.exit(f"train.py: {e}")
