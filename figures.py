@@ -36,16 +36,18 @@ def read_log(path):
             entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        told = isinstance(entry, dict) and [entry.get(k, 0) for k in ("lr", "tok_per_s", "targets", "bpb", "step")]
-        if told and {"step", "bpb"} <= entry.keys() and all(is_number(x) for x in told if x is not None):
-            yield entry
+        if isinstance(entry, dict) and is_number(entry.get("step")) and is_number(entry.get("bpb")):
+            if all(entry.get(k) is None or is_number(entry[k]) for k in ("lr", "tok_per_s", "targets")):
+                yield entry
 
 
 def history(folder):
     """(entries of steps, entries of evaluations) of a run folder's log, each step once, as it was last computed."""
     entries = list(read_log(Path(folder) / "log.jsonl"))
     steps = {entry["step"]: entry for entry in entries if entry.keys() >= {"lr", "tok_per_s"}}
-    judged = {(entry["step"], str(entry["split"]), entry["targets"]): entry for entry in entries if "targets" in entry}
+    judged = {
+        (entry["step"], str(entry["split"]), entry.get("targets")): entry for entry in entries if "split" in entry
+    }
     return sorted(steps.values(), key=lambda e: e["step"]), sorted(judged.values(), key=lambda e: e["step"])
 
 

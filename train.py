@@ -158,6 +158,11 @@ def load(path):
         cfg, vocab = txl.Config(**meta["config"]), tokenizer.check(meta["vocab"])
         run = checkpoint.check_run(meta["run"], Run) | {"path": str(path)}
         Run(**{k: v for k, v in run["flags"].items() if k not in CALL})
+        row, most = 4 * cfg.n_layer * cfg.mem_len * cfg.d_model, max(path.stat().st_size, 2**28)
+        if row > most:
+            raise ValueError(
+                f"mem_len={cfg.mem_len} is {row:,} bytes a row, more than the {most:,} of a file like this"
+            )
     except (KeyError, TypeError, ValueError) as e:
         if str(path) in str(e):
             raise
@@ -588,7 +593,7 @@ def main(argv=None):
     except OSError as e:  # a full disk, or another run in the folder
         sys.exit(f"train.py: {e}")
     except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
+        if not plan.ran_out(e):
             raise
         sys.exit(f"train.py: {out_of_memory(cfg, run, n_devices, e)}")
 
