@@ -244,10 +244,10 @@ def header(cfg, run, corpus, n_devices):
 
 def line(entry, run):
     """One log entry as text for the console."""
-    took = lambda s: f"{s // 60:.0f}m{s % 60:02.0f}s"
-    loss = f"{entry['loss_nats']:.4f} nats  {entry['bpb']:.4f} bpb"
     if "skipped" in entry:
         return f"step {entry['step']}  loss or gradient is not finite: skipped, {entry['skipped']} in a row"
+    took = lambda s: f"{s // 60:.0f}m{s % 60:02.0f}s"
+    loss = f"{entry['loss_nats']:.4f} nats  {entry['bpb']:.4f} bpb"
     if "split" in entry:
         what = f"{entry['split']} loss of {entry['targets']:,} targets in {entry['eval_batch']} rows"
         what += f", mem_len {entry['mem_len']}" if "mem_len" in entry else ""
