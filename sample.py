@@ -18,6 +18,7 @@ import scoring
 import train
 from data import checkpoint, flags, tokenizer
 from generate import How, stream
+from stop import start
 
 EXAMPLES = (
     'python sample.py --prompt "def main(" --n_tokens 300               # go on from a prompt',
@@ -193,4 +194,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    flags.start(main)
+    start(main)

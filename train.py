@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,6 +28,7 @@ from data import checkpoint, flags, prepare, tokenizer
 from data.folder import locked, open_log
 from evaluation import bits_per_byte, eval_only, evaluate, judged
 from step import compile_step, fresh_state, init_state, make_eval, make_whole, pieces, to_devices, to_host
+from stop import signals, start
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
 FREE += ("dtype", "layer_rows", "reset_on")  # what a resumed run may change: all else decides shapes or meaning
@@ -158,11 +158,7 @@ def load(path):
         cfg, vocab = txl.Config(**meta["config"]), tokenizer.check(meta["vocab"])
         run = checkpoint.check_run(meta["run"], Run) | {"path": str(path)}
         Run(**{k: v for k, v in run["flags"].items() if k not in CALL})
-        row, most = 4 * cfg.n_layer * cfg.mem_len * cfg.d_model, max(path.stat().st_size, 2**28)
-        if row > most:
-            raise ValueError(
-                f"mem_len={cfg.mem_len} is {row:,} bytes a row, more than the {most:,} of a file like this"
-            )
+        checkpoint.check_memory(cfg, path)
     except (KeyError, TypeError, ValueError) as e:
         if str(path) in str(e):
             raise
@@ -351,33 +347,6 @@ def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
         print(json.dumps(entry) if run.json else line(entry, run), flush=True)
     if several and jax.process_index() == 0:
         say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
-
-
-class Stop:
-    """The number of the signal that asked this run to end, or 0."""
-
-    number = 0
-
-
-@contextlib.contextmanager
-def signals():
-    """SIGINT and SIGTERM set the number of the Stop that this gives; a second SIGINT ends the process at once."""
-    stop, old = Stop(), {}
-
-    def handler(number, frame):
-        if stop.number and number == signal.SIGINT:
-            signal.default_int_handler(number, frame)
-        stop.number = number
-
-    try:
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread
-        pass
-    try:
-        yield stop
-    finally:
-        for number, action in old.items():
-            signal.signal(number, action)
 
 
 def finite(number, folder, **values):
@@ -587,8 +556,7 @@ def main(argv=None):
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
     shard.announce(folder)
     try:
-        first = jax.process_index() == 0  # who writes
-        with locked(folder, say) if first else contextlib.nullcontext(), signals() as stop:
+        with locked(folder, say) if jax.process_index() == 0 else contextlib.nullcontext(), signals() as stop:
             train(cfg, run, corpus, source, n_devices, folder, stop)
     except OSError as e:  # a full disk, or another run in the folder
         sys.exit(f"train.py: {e}")
@@ -599,4 +567,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    flags.start(main)
+    start(main)

@@ -180,6 +180,13 @@ def check_run(run, flags):
     return run
 
 
+def check_memory(cfg, path):
+    """ValueError where one row's memory, of which a file without memory says only a number, is out of proportion."""
+    row, most = 4 * cfg.n_layer * cfg.mem_len * cfg.d_model, max(path.stat().st_size, 2**28)
+    if row > most:
+        raise ValueError(f"mem_len={cfg.mem_len} is {row:,} bytes a row, more than the {most:,} of a file like this")
+
+
 def has_run(folder):
     """Whether a folder holds a run."""
     return any((folder / name).exists() for name in ("log.jsonl", "last.npz", "best.npz"))

@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import math
-import os
 import re
 import sys
 from dataclasses import fields
@@ -65,15 +64,6 @@ def parse(argv, prog, about, classes, examples):
         groups[section].add_argument(f"--{f.name}", **how)
     given = vars(parser.parse_args(argv))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-
-
-def start(main):
-    """Calls a script's main; Ctrl-C ends it at once, without a traceback."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("stopped at once", file=sys.stderr, flush=True)
-        os._exit(130)  # the usual exit takes down what JAX was in the middle of, and crashes
 
 
 def _named(convert, word):

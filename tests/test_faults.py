@@ -23,8 +23,9 @@ import figures
 import sample
 import train
 import txl
-from data import checkpoint, flags, folder
+from data import checkpoint, folder
 from step import compile_step
+from stop import start
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 ROOT = Path(__file__).parents[1]
@@ -246,7 +247,7 @@ def test_a_second_sigint_in_the_middle_of_saving_stops_at_once_and_harms_nothing
     syncs(monkeypatch, twice)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as e:
-        flags.start(lambda: call(train.main, data=text, out=tmp_path / "run", **BASE))
+        start(lambda: call(train.main, data=text, out=tmp_path / "run", **BASE))
     assert e.value.code == 130 and capfd.readouterr().err.endswith("stopped at once\n")
     assert (tmp_path / "run" / "last.npz").read_bytes() == before[0]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best.npz", "last.npz", "log.jsonl"]
