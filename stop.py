@@ -36,7 +36,10 @@ def signals():
 def start(main):
     """Calls a script's main; Ctrl-C ends it at once, without a traceback."""
     try:
-        main()
+        try:
+            main()
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all that is left is the exit
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr, flush=True)
         os._exit(130)  # the usual exit takes down what JAX was in the middle of, and crashes

@@ -246,8 +246,13 @@ def test_a_second_sigint_in_the_middle_of_saving_stops_at_once_and_harms_nothing
 
     syncs(monkeypatch, twice)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as e:
-        start(lambda: call(train.main, data=text, out=tmp_path / "run", **BASE))
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as e:
+            start(lambda: call(train.main, data=text, out=tmp_path / "run", **BASE))
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # the exit itself is not to be interrupted
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert e.value.code == 130 and capfd.readouterr().err.endswith("stopped at once\n")
     assert (tmp_path / "run" / "last.npz").read_bytes() == before[0]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best.npz", "last.npz", "log.jsonl"]
