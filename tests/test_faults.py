@@ -30,7 +30,7 @@ from stop import start
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 ROOT = Path(__file__).parents[1]
 BASE = TINY | dict(steps=12, eval_every=2, dropout=0.1, json=True, skip_nonfinite=2)
-ARRAYS = {"params/w": np.arange(3000, dtype=np.float32).reshape(60, 50), "opt/count": np.int32(4).reshape(())}
+ARRAYS = {"params/w": np.arange(6000, dtype=np.float32).reshape(120, 50), "opt/count": np.int32(4).reshape(())}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def two(place):
 
 def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_named_wherever_it_is_cut_or_flipped(tmp_path):
     data, said, used = two(tmp_path), [], []
-    places = range(0, len(data), 97)
+    places = range(0, len(data), 197)
     flipped = [data[:at] + bytes([data[at] ^ 0x15]) + data[at + 1 :] for at in places]
     for content in [data[: len(data) * i // 50] for i in range(50)] + flipped:
         (tmp_path / "last.npz").write_bytes(content)
