@@ -28,12 +28,26 @@ def lengths(entries, path):
     return "\n".join([*lines, f"drawn in {path}"])
 
 
+def read_log(path):
+    """Yields the entries of a log that have a loss; a process that was killed may have left other things there."""
+    is_number = lambda x: type(x) in (int, float) and abs(x) < 1e30  # not NaN
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and is_number(entry.get("step")) and is_number(entry.get("bpb")):
+            if all(entry.get(k) is None or is_number(entry[k]) for k in ("lr", "tok_per_s", "targets")):
+                yield entry
+
+
 def history(folder):
     """(entries of steps, entries of evaluations) of a run folder's log, each step once, as it was last computed."""
-    lines = (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [entry for entry in map(json.loads, lines) if "step" in entry]
-    steps = {entry["step"]: entry for entry in entries if "split" not in entry}
-    judged = {(entry["step"], entry["split"], entry["targets"]): entry for entry in entries if "split" in entry}
+    entries = list(read_log(Path(folder) / "log.jsonl"))
+    steps = {entry["step"]: entry for entry in entries if entry.keys() >= {"lr", "tok_per_s"}}
+    judged = {
+        (entry["step"], str(entry["split"]), entry.get("targets")): entry for entry in entries if "split" in entry
+    }
     return sorted(steps.values(), key=lambda e: e["step"]), sorted(judged.values(), key=lambda e: e["step"])
 
 

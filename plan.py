@@ -65,6 +65,11 @@ def nbytes(tree):
     return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
 
 
+def ran_out(error):
+    """Whether a JaxRuntimeError says that memory ran out."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
 def total(compiled):
     """XLA's own figure for a compiled program in bytes, or None where the backend tells nothing."""
     m = compiled.memory_analysis()

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+import plan
 import scoring
 import train
 from data import checkpoint, flags, tokenizer
 from generate import How, stream
+from stop import start
 
 EXAMPLES = (
     'python sample.py --prompt "def main(" --n_tokens 300               # go on from a prompt',
@@ -180,6 +182,10 @@ def main(argv=None):
         n_devices, segment = opts.devices or jax.local_device_count(), run["flags"]["tgt_len"]
         sizes = (opts.n_samples, opts.n_tokens, how, opts.seed)
         print_samples(stream(params, prompts, *sizes, cfg, segment, n_devices), texts, vocab, opts)
+    except jax.errors.JaxRuntimeError as e:
+        if not plan.ran_out(e):
+            raise
+        sys.exit("sample.py: out of memory: give fewer --n_samples, or train with a shorter --mem_len")
     except (ValueError, OSError) as e:
         if isinstance(e, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: so may we
@@ -188,4 +194,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -204,6 +204,9 @@ def make_step(cfg, run, n_devices):
         # once the gradients are there; it would copy all of it otherwise.
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         mems = txl.Mems(jnp.where(good, mems.h, 0), jnp.where(good, mems.fill, 0))
+        if run.skip_nonfinite:
+            choose = lambda new, old: jax.tree.map(partial(jnp.where, good), new, old)
+            params, opt = choose(params, state.params), choose(opt, state.opt)
         return State(params, opt, mems), told
 
     axes = axes_of(run)

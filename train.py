@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,8 +25,10 @@ import profiling
 import shard
 import txl
 from data import checkpoint, flags, prepare, tokenizer
+from data.folder import locked, open_log
 from evaluation import bits_per_byte, eval_only, evaluate, judged
 from step import compile_step, fresh_state, init_state, make_eval, make_whole, pieces, to_devices, to_host
+from stop import signals, start
 
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
 FREE += ("dtype", "layer_rows", "reset_on")  # what a resumed run may change: all else decides shapes or meaning
@@ -35,7 +36,7 @@ CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json",
 CALL += ("mem_fraction", "preallocate", "profile", "shard_group", "coordinator", "process_id", "n_processes")
 # what a resumed run does not inherit
 LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0)
-LEAST |= dict.fromkeys(("shard_group", "process_id", "n_processes"), 0)  # everything else starts at 1
+LEAST |= dict.fromkeys(("skip_nonfinite", "shard_group", "process_id", "n_processes"), 0)  # everything else starts at 1
 
 EXAMPLES = (
     "python train.py --data my.txt --steps 3000                 # train on a text of your own",
@@ -63,6 +64,7 @@ class Run:
     beta2: float = 0.99  # Adam's second decay rate
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient
+    skip_nonfinite: int = 0  # steps in a row that are skipped where the loss or gradient is NaN or infinite; 0: stop
     seed: int = 1  # of the initial weights and of dropout
     # evaluation
     eval_every: int = 250  # steps between evaluations, each followed by a checkpoint
@@ -93,6 +95,8 @@ class Run:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
+            if type(f.default) is int and value >= 2**31:
+                raise ValueError(f"{f.name}={value} is out of range: give less than 2**31")
             if isinstance(f.default, (int, float)) and not isinstance(f.default, bool):
                 least = LEAST.get(f.name, 1 if isinstance(f.default, int) else None)
                 if not math.isfinite(value) or (value < least if least is not None else value <= 0):
@@ -109,8 +113,6 @@ class Run:
         for name in ("beta2", "lr_min", "mem_fraction"):
             if getattr(self, name) > 1 or (name == "beta2" and self.beta2 == 1):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give at most 1")
-        if self.seed >= 2**31:
-            raise ValueError(f"seed={self.seed} is out of range: give less than 2**31")
         if self.resume and self.init:
             raise ValueError("resume and init are both given: --resume goes on with a run, --init starts a new one")
         if self.shard_group and self.shard == "none":
@@ -154,8 +156,12 @@ def load(path):
     try:
         meta, arrays = checkpoint.read(path, want)
         cfg, vocab = txl.Config(**meta["config"]), tokenizer.check(meta["vocab"])
-        run = meta["run"] | {"path": str(path)}
-    except (KeyError, TypeError) as e:
+        run = checkpoint.check_run(meta["run"], Run) | {"path": str(path)}
+        Run(**{k: v for k, v in run["flags"].items() if k not in CALL})
+        checkpoint.check_memory(cfg, path)
+    except (KeyError, TypeError, ValueError) as e:
+        if str(path) in str(e):
+            raise
         raise ValueError(f"{path} is no checkpoint of ours ({e}): give another one") from None
     tree = jax.tree.structure(txl.param_shapes(cfg))
     params = jax.tree.unflatten(tree, [arrays[f"params/{name}"] for name in named(txl.param_shapes(cfg))])
@@ -234,6 +240,8 @@ def header(cfg, run, corpus, n_devices):
 
 def line(entry, run):
     """One log entry as text for the console."""
+    if "skipped" in entry:
+        return f"step {entry['step']}  loss or gradient is not finite: skipped, {entry['skipped']} in a row"
     took = lambda s: f"{s // 60:.0f}m{s % 60:02.0f}s"
     loss = f"{entry['loss_nats']:.4f} nats  {entry['bpb']:.4f} bpb"
     if "split" in entry:
@@ -268,7 +276,7 @@ def settle(given):
     if run.eval_only:
         source = load(run.run or checkpoint.newest_run())
     elif run.resume or run.init:
-        source = load(checkpoint.newest(run.resume) if run.resume else run.init)
+        source = load(checkpoint.newest(run.resume, say) if run.resume else run.init)
     if source and (run.resume or run.eval_only):
         kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in CALL}
         run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
@@ -316,17 +324,16 @@ def restore(source, cfg, run):
     """(host state, cursor) of a checkpoint to resume; memory starts empty where its shape has changed."""
     like = jax.eval_shape(lambda: init_state(cfg, run, None, run.batch))
     wanted = named(like)
-
-    def want(meta):
-        same = [meta["run"]["flags"]["batch"], *(meta["config"][k] for k in ("mem_len", "dtype"))]
-        fresh = same != [run.batch, cfg.mem_len, cfg.dtype]
-        return {k: v for k, v in wanted.items() if not (fresh and k.startswith("mems/"))}
-
-    meta, arrays = checkpoint.read(source.run["path"], want)
+    had = [source.run["flags"].get("batch"), source.cfg.mem_len, source.cfg.dtype]
+    fresh = had != [run.batch, cfg.mem_len, cfg.dtype]
+    want = {k: v for k, v in wanted.items() if not (fresh and k.startswith("mems/"))}
+    meta, arrays = checkpoint.read(source.run["path"], lambda meta: want)
+    if meta["run"]["step"] != source.run["step"]:
+        raise ValueError(f"{source.run['path']} was written to while it was read: start again")
     if "mems/h" not in arrays:
         say("memory starts empty: batch, mem_len or dtype differ from the checkpoint's")
-    if meta["run"]["versions"]["jax"] != jax.__version__:
-        say(f"the checkpoint was written under jax {meta['run']['versions']['jax']}, this is {jax.__version__}")
+    if meta["run"]["versions"].get("jax") != jax.__version__:
+        say(f"the checkpoint was written under jax {meta['run']['versions'].get('jax')}, this is {jax.__version__}")
     empty = {f"mems/{k}": v for k, v in named(txl.init_mems(cfg, run.batch)).items()}
     leaves = [arrays[name] if name in arrays else np.asarray(empty[name]) for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), meta["run"]["cursor"]
@@ -342,39 +349,12 @@ def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
         say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
 
 
-class Stop:
-    """The number of the signal that asked this run to end, or 0."""
-
-    number = 0
-
-
-@contextlib.contextmanager
-def signals():
-    """SIGINT and SIGTERM set the number of the Stop that this gives; a second SIGINT ends the process at once."""
-    stop, old = Stop(), {}
-
-    def handler(number, frame):
-        if stop.number and number == signal.SIGINT:
-            signal.default_int_handler(number, frame)
-        stop.number = number
-
-    try:
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread
-        pass
-    try:
-        yield stop
-    finally:
-        for number, action in old.items():
-            signal.signal(number, action)
-
-
 def finite(number, folder, **values):
     """Ends the run where one of the values of step `number` is not finite."""
     if not all(map(math.isfinite, values.values())):
         what = ", ".join(f"{name} {value}" for name, value in values.items())
         found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
-        sys.exit(f"{found}. Lower --lr, raise --warmup")
+        sys.exit(f"{found}. Lower --lr, raise --warmup, or skip such steps: --skip_nonfinite 3")
 
 
 def prepared(cfg, run, source, n_devices):
@@ -424,12 +404,19 @@ class Job(NamedTuple):
 
 
 def report(job, number, told, first, clock):
-    """Checks what step `number` told, and logs it where that is due; clock: [time, step] of the last log line."""
+    """Checks what step `number` told, and logs it where that is due.
+
+    clock: time and step of the last log line, steps skipped in a row until now.
+    """
     told = fetch(told)
-    finite(number, job.folder, loss=told[0], grad_norm=told[1])
-    if number % job.run.log_every == 0 or number in (first + 1, job.run.steps):
-        now, (then, at) = time.perf_counter(), clock
-        clock[:] = now, number
+    clock[2] = 0 if all(map(math.isfinite, told[:2])) else clock[2] + 1
+    if clock[2] > job.run.skip_nonfinite:
+        finite(number, job.folder, loss=told[0], grad_norm=told[1])
+    if clock[2]:
+        write_log(job.log, {"step": number, "skipped": clock[2]}, job.run)
+    elif number % job.run.log_every == 0 or number in (first + 1, job.run.steps):
+        now, (then, at) = time.perf_counter(), clock[:2]
+        clock[:2] = now, number
         ms = then and (now - then) * 1e3 / (number - at)
         write_log(job.log, step_entry(number, told, ms, job.corpus, job.run), job.run)
 
@@ -453,13 +440,12 @@ def keep(job, state, names, **known):
         checkpoint.save(job.folder / name, host, meta)
 
 
-def train(cfg, run, corpus, source, n_devices, folder):
+def train(cfg, run, corpus, source, n_devices, folder, stop):
     """One run: the step compiled, the state made, the loop, the last evaluations."""
     compiled = compile_step(cfg, run, n_devices)  # before there is any state
     state, first, cursor, best = prepared(cfg, run, source, n_devices)
     head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
-    path = folder / "log.jsonl" if jax.process_index() == 0 else os.devnull
-    with open(path, "a") as log, signals() as stop:
+    with open_log(folder / "log.jsonl" if jax.process_index() == 0 else os.devnull) as log:
         log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
         job = Job(cfg, run, corpus, n_devices, folder, log, make_whole(cfg, run, n_devices))
         state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
@@ -477,7 +463,7 @@ def train(cfg, run, corpus, source, n_devices, folder):
 
 def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
     """Steps, a log line now and then, evaluations, checkpoints; at the end all of valid and test -> state."""
-    run, clock, waiting, flag = job.run, [None, first], None, 0
+    run, clock, waiting, flag = job.run, [None, first, 0], None, 0
     for number in range(first + 1, run.steps + 1):
         batch = batch_at(job.corpus.train, run.batch, cursor, run.tgt_len, shard.own(run.batch))
         batch = pieces(batch, job.n_devices // jax.process_count())
@@ -570,12 +556,15 @@ def main(argv=None):
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
     shard.announce(folder)
     try:
-        train(cfg, run, corpus, source, n_devices, folder)
+        with locked(folder, say) if jax.process_index() == 0 else contextlib.nullcontext(), signals() as stop:
+            train(cfg, run, corpus, source, n_devices, folder, stop)
+    except OSError as e:  # a full disk, or another run in the folder
+        sys.exit(f"train.py: {e}")
     except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
+        if not plan.ran_out(e):
             raise
         sys.exit(f"train.py: {out_of_memory(cfg, run, n_devices, e)}")
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -85,6 +85,8 @@ class Config:
             low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk", "layer_rows", "reset_on") else 1
             if kind is int and value < low and (f.name, value) not in (("clamp_len", -1), ("reset_on", -1)):
                 raise ValueError(f"{f.name}={value} is out of range: give {low} or more")
+            if kind is int and value >= 2**31:
+                raise ValueError(f"{f.name}={value} is out of range: give less than 2**31")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give 0 <= {name} < 1")

@@ -101,11 +101,15 @@ def _read_meta(file):
         counts = [meta[key][s] for key in ("n_tokens", "n_bytes") for s in SPLITS]
         if meta["dtype"] not in DTYPES:
             raise ValueError(f"dtype {meta['dtype']!r}, want one of {', '.join(DTYPES)}")
-        if not all(isinstance(n, int) and n >= 0 for n in counts):
+        if not all(type(n) is int and 0 <= n < 2**63 for n in counts):
             raise ValueError(f"n_tokens, n_bytes {counts}, want counts")
+        if any(meta["n_tokens"][s] and not meta["n_bytes"][s] for s in SPLITS):
+            raise ValueError(f"n_bytes {meta['n_bytes']}, want some where there are tokens")
+        if not isinstance(meta.get("sha256", ""), str):
+            raise ValueError(f"sha256 {meta['sha256']!r}, want a text")
     except KeyError as e:
         raise ValueError(f"{file}: no {e}: prepare the corpus again") from None
-    except (OSError, TypeError, ValueError) as e:
+    except (OSError, TypeError, ValueError, RecursionError) as e:
         raise ValueError(f"{file}: cannot be used ({e}): prepare the corpus again") from None
     return meta
 
