@@ -162,7 +162,7 @@ def load(path):
     except (KeyError, TypeError, ValueError) as e:
         if str(path) in str(e):
             raise
-        raise ValueError(f"{path} is no checkpoint of ours ({e}): give another one") from None
+        raise ValueError(f"{path} is no checkpoint of ours ({' '.join(str(e).split())}): give another one") from None
     tree = jax.tree.structure(txl.param_shapes(cfg))
     params = jax.tree.unflatten(tree, [arrays[f"params/{name}"] for name in named(txl.param_shapes(cfg))])
     return Checkpoint(cfg, params, vocab, run)

@@ -140,7 +140,7 @@ def test_an_array_of_another_dtype_is_refused_and_one_of_the_other_byte_order_re
         ("config", "n_layer", 10**30, "n_layer"),
         ("config", "mem_len", 10**9, "mem_len=1000000000"),
         ("config", "cutoffs", [[]], "cutoffs"),
-        ("config", "__class__", 1, "__class__"),
+        ("config", "more\n", 1, "more"),
         ("run", "flags", [1], "flags"),
         ("run", "step", -1, "step"),
         ("run", "cursor", 10**30, "cursor"),
