@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import txl  # noqa: E402
 
-SECOND = ("test_import.py", "test_kernels.py", "test_model.py", "test_plan.py", "test_sample.py", "test_scoring.py")
+SECOND = ("import", "kernels", "model", "plan", "profiling", "reading", "sample", "scoring")  # half of the work
 REPORTS = "TXL_TEST_REPORTS"  # where the second half leaves its reports
 
 
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(session, config, items):
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if REPORTS in os.environ or not whole or config.option.keyword or config.option.collectonly:
         return
-    second = [item for item in items if item.path.name in SECOND]
-    items[:] = [item for item in items if item.path.name not in SECOND]
+    second = [item for item in items if item.path.stem.removeprefix("test_") in SECOND]
+    items[:] = [item for item in items if item not in second]
     path = Path(tempfile.mkdtemp()) / "reports"
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", *{str(item.path) for item in second}]
     command += ["-x"] if config.option.maxfail == 1 else []
