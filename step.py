@@ -205,8 +205,9 @@ def make_step(cfg, run, n_devices):
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         mems = txl.Mems(jnp.where(good, mems.h, 0), jnp.where(good, mems.fill, 0))
         if run.skip_nonfinite:
-            choose = lambda new, old: jax.tree.map(partial(jnp.where, good), new, old)
-            params, opt = choose(params, state.params), choose(opt, state.opt)
+            kept = lambda new, old: new if new.dtype == jnp.int32 else jnp.where(good, new, old)
+            # The optimizer's counts go on, so that the schedule's step is the run's.
+            params, opt = jax.tree.map(kept, (params, opt), (state.params, state.opt))
         return State(params, opt, mems), told
 
     axes = axes_of(run)
