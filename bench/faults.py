@@ -25,6 +25,7 @@ import numpy as np
 import generate
 import train
 from bench import hostile
+from bench.peers import machine
 from data import checkpoint, folder
 
 ROOT = Path(__file__).parents[1]
@@ -244,7 +245,7 @@ def main():
     if name not in parts:
         sys.exit(f"bench.faults: {name!r} is unknown: give one of {', '.join(parts)}")
     for line in parts[name](*(int(word) if word.isdecimal() else word for word in more)):
-        print(json.dumps(line), flush=True)
+        print(json.dumps(line | {"jax": jax.__version__} | machine()), flush=True)
 
 
 if __name__ == "__main__":

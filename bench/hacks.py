@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.peers import machine
+
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 200
 FLAGS = {"seed 2": {"seed": 2}, "AdamW": {"optimizer": "adamw", "lr": 2e-3}, "Lion": {"optimizer": "adamw", "lr": 1e-3}}
@@ -139,9 +141,9 @@ def main():
         chosen = dict.fromkeys(["plain", *names] if names else diffs)
         folders = {name: copy(Path(base) / str(i), diffs[name]) for i, name in enumerate(chosen)}
         for name in () if speeds else names or diffs:
-            print(json.dumps(loss(name, folders[name])), flush=True)
+            print(json.dumps(loss(name, folders[name]) | machine()), flush=True)
         if speeds or not names:
-            print(json.dumps(speed(folders)))
+            print(json.dumps(speed(folders) | machine()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peers import INSTALL, ROOT, import_torch
+from bench.peers import INSTALL, ROOT, import_torch, machine
 
 TOLERANCE = 1e-4  # float32 against float32
 ROWS, SEGMENT, SEGMENTS = 3, 7, 8
@@ -122,7 +122,7 @@ def main(argv=None):
     for setting in SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
             line = compare(setting, args.file, args.torch_python, Path(folder))
-        print(json.dumps(line), flush=True)
+        print(json.dumps(line | machine()), flush=True)
         worst = max(worst, line["largest_difference_nats"])
     if not worst <= TOLERANCE:
         sys.exit(f"bench.import_check: differs by {worst:.2g} nats, want at most {TOLERANCE}")

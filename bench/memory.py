@@ -1,6 +1,7 @@
-"""Memory of the training step, measured: python -m bench.memory [slopes|time|resident] prints JSON lines.
+"""Memory of the training step, measured: python -m bench.memory [plan|slopes|time|resident] prints JSON lines.
 
-slopes: XLA's total of the thriftiest step against layers, segment and memory length, from shapes alone.
+plan: what --plan prints for enwik8 base. slopes: XLA's total of the thriftiest step against layers, segment and memory
+length, from shapes alone.
 time: steps of the thriftiest and of the fastest options in turn, medians of paired blocks.
 resident: growth of this process's resident memory over the first steps beside the plan's figure.
 """
@@ -27,8 +28,14 @@ THRIFTY = dict(remat="full", attention="chunked", loss_chunk=512, layer_rows=1)
 
 
 def total_mib(cfg, run):
-    """XLA's own total of one compiled step."""
+    """XLA's own total of one compiled step on one device."""
     return round(plan.total(step.compile_step(cfg, run, 1)) / plan.MIB, 1)
+
+
+def planned():
+    """Yields the plan's lines, the setting that is asked for first."""
+    for cfg, run in plan.candidates(BASE, RUN, RUN.batch):
+        yield {"what": "plan"} | plan.measure(cfg, run, 1)
 
 
 def slopes():
@@ -42,12 +49,12 @@ def slopes():
             yield {"what": name, "tgt_len": n, "mem_len": n, "total_mib": total_mib(sized, replace(RUN, tgt_len=n))}
 
 
-def stepper(cfg, run):
+def stepper(cfg, run, n_devices=1):
     """A function that does one step and waits for it."""
-    compiled = step.compile_step(cfg, run, 1)
-    host = jax.tree.map(np.asarray, step.init_state(cfg, run, None, run.batch))
-    held = [step.to_devices(host, 1)]
-    ids = np.random.default_rng(0).integers(0, cfg.n_token, (1, run.batch, run.tgt_len), np.int32)
+    compiled = step.compile_step(cfg, run, n_devices)
+    held = [step.fresh_state(cfg, run, None, n_devices)]
+    ids = np.random.default_rng(0).integers(0, cfg.n_token, (run.batch, run.tgt_len), np.int32)
+    ids = step.spread(ids, n_devices)
 
     def one():
         held[0], told = compiled(held[0], ids, ids, np.int32(0))
@@ -56,11 +63,8 @@ def stepper(cfg, run):
     return one
 
 
-def paired(blocks=7):
-    """Yields the time of the thriftiest options over that of the fastest: 3 layers, 2 rows, else enwik8 base."""
-    cfg, run = replace(BASE, n_layer=3), replace(RUN, batch=2)
-    fast = {"auto": {}, "dense": dict(attention="dense")}
-    steps = {name: stepper(replace(cfg, **options), run) for name, options in {**fast, "thrifty": THRIFTY}.items()}
+def in_turn(steps, blocks):
+    """{name: seconds of each block} of functions called in turn, after one call of each."""
     times = {name: [] for name in steps}
     for one in steps.values():
         one()
@@ -69,8 +73,17 @@ def paired(blocks=7):
             start = time.perf_counter()
             one()
             times[name].append(time.perf_counter() - start)
+    return times
+
+
+def paired(blocks=7):
+    """Yields the time of the thriftiest options over that of the fastest: 3 layers, 2 rows, else enwik8 base."""
+    cfg, run = replace(BASE, n_layer=3), replace(RUN, batch=2)
+    fast = {"auto": {}, "dense": dict(attention="dense")}
+    options = {**fast, "thrifty": THRIFTY}
+    times = in_turn({name: stepper(replace(cfg, **more), run) for name, more in options.items()}, blocks)
     medians = {f"{name}_ms": round(1e3 * statistics.median(t), 1) for name, t in times.items()}
-    best = min(times, key=lambda name: statistics.median(times[name]) if name in fast else 1e9)
+    best = min(fast, key=lambda name: statistics.median(times[name]))
     ratio = statistics.median(a / b for a, b in zip(times["thrifty"], times[best]))
     yield {"what": "time", **medians, "fastest": best, "ratio": round(ratio, 3), "blocks": blocks}
 
@@ -104,7 +117,7 @@ def resident():
 
 
 def main():
-    parts = {"slopes": slopes, "time": paired, "resident": resident}
+    parts = {"plan": planned, "slopes": slopes, "time": paired, "resident": resident}
     for name in sys.argv[1:] or parts:
         for entry in parts[name]():
             print(json.dumps(entry | {"jax": jax.__version__} | machine()), flush=True)

@@ -449,10 +449,12 @@ def against_clock(name, shape, seconds, memory):
 
 
 def machine():
-    """Where a figure was measured."""
+    """Where a figure was measured, and of which commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": cpu[0] if cpu else platform.machine(), "cores": os.cpu_count(), "load_1min": os.getloadavg()[0]}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    about = {"cpu": cpu[0] if cpu else platform.machine(), "cores": os.cpu_count(), "load_1min": os.getloadavg()[0]}
+    return about | {"commit": commit.strip()}
 
 
 def emit(line):
