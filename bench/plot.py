@@ -32,12 +32,16 @@ def quality(plt):
     save(figure, "quality.png")
 
 
+def setting(remat, attention, batch_chunk, dtype, **_):
+    parts = f", {batch_chunk} parts" if batch_chunk > 1 else ""
+    return f"remat {remat}, {attention}{parts}" + (f", {dtype}" if dtype != "float32" else "")
+
+
 def memory(plt):
     """Bytes of one training step by kind for settings that give the same result."""
     entries = lines("plan_enwik8_base.jsonl")
     kinds = ("parameters", "gradients", "optimizer", "memories", "workspace")
-    names = ("remat", "attention", "batch_chunk", "dtype")
-    labels = [" ".join(str(e["setting"][n]) for n in names) for e in entries]
+    labels = [setting(**e["setting"]) for e in entries]
     figure, axes = plt.subplots(figsize=(8, 0.35 * len(entries) + 1.6))
     left = [0.0] * len(entries)
     for kind in kinds:
@@ -58,10 +62,14 @@ def lengths(plt):
     for name, label in (("dense", "dense attention, nothing rebuilt"), ("thrifty", "remat full, chunked")):
         found = [e for e in lines("memory.jsonl") if e["what"] == name]
         axes.plot([e["tgt_len"] for e in found], [e["total_mib"] / 1024 for e in found], "o-", label=label)
-    axes.set(
-        xlabel="tokens of a segment, and remembered", ylabel="GiB of one training step", xscale="log", yscale="log"
-    )
-    axes.legend()
+        for e in found:
+            gib = e["total_mib"] / 1024
+            axes.annotate(f"{gib:.{gib < 10:d}f}", (e["tgt_len"], gib), (0, 6), textcoords="offset points", ha="center")
+    axes.set(xlabel="tokens of a segment, and remembered", ylabel="GiB of one training step")
+    axes.set(xscale="log", yscale="log", ylim=(0.7, 300), yticks=[1, 10, 100], yticklabels=["1", "10", "100"])
+    axes.set_xticks([e["tgt_len"] for e in found], [f"{e['tgt_len']:,}" for e in found])
+    axes.minorticks_off()
+    axes.legend(loc="upper left")
     save(figure, "lengths.png")
 
 
