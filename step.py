@@ -161,9 +161,29 @@ def row_keys(run, step, rows):
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
 
 
+def in_parts(grads_of, cfg, parts):
+    """grads_of(params, ids, targets, mems, keys) computed for `parts` parts of the rows, one after the other."""
+
+    def compute(params, ids, targets, mems, keys):
+        split = lambda a: a.reshape(parts, len(ids) // parts, *a.shape[1:])
+        h = jnp.moveaxis(mems.h.reshape(len(mems.h), parts, len(ids) // parts, *mems.h.shape[2:]), 1, 0)
+        zero = jax.tree.map(jnp.zeros_like, params)
+
+        def add(total, part):
+            (loss, mems), grads = grads_of(params, *part)
+            return jax.tree.map(lambda a, b: a + b / parts, total, (loss, grads)), mems
+
+        xs = (split(ids), split(targets), txl.Mems(h, split(mems.fill)), split(keys))
+        (loss, grads), mems = lax.scan(add, (jnp.zeros((), wide(cfg)), zero), xs)
+        h = jnp.moveaxis(mems.h, 0, 1).reshape(cfg.n_layer, len(ids), *mems.h.shape[3:])
+        return (loss, txl.Mems(h, mems.fill.reshape(len(ids)))), grads
+
+    return compute
+
+
 def make_step(cfg, run, n_devices):
     """step(state, ids, targets [device, B, T], number) -> state, [3]: loss in nats, gradient norm, lr."""
-    rows, parts, like = run.batch // n_devices, run.batch_chunk, txl.param_shapes(cfg)
+    rows, like = run.batch // n_devices, txl.param_shapes(cfg)
     group = shard.group_of(run, n_devices)
     tx, norm_of = optimizer(run, like, group), partial(shard.norm, group=group) if group else optax.tree.norm
 
@@ -173,25 +193,11 @@ def make_step(cfg, run, n_devices):
         return txl.loss_fn(params, ids, targets, mems, cfg, key=keys, whole=whole)
 
     grads_of = jax.value_and_grad(loss_of, has_aux=True)
-
-    def in_parts(params, ids, targets, mems, keys):
-        split = lambda a: a.reshape(parts, rows // parts, *a.shape[1:])
-        h = jnp.moveaxis(mems.h.reshape(len(mems.h), parts, rows // parts, *mems.h.shape[2:]), 1, 0)
-        zero = jax.tree.map(jnp.zeros_like, params)
-
-        def add(total, part):
-            (loss, mems), grads = grads_of(params, *part)
-            return jax.tree.map(lambda a, b: a + b / parts, total, (loss, grads)), mems
-
-        xs = (split(ids), split(targets), txl.Mems(h, split(mems.fill)), split(keys))
-        (loss, grads), mems = lax.scan(add, (jnp.zeros((), wide(cfg)), zero), xs)
-        h = jnp.moveaxis(mems.h, 0, 1).reshape(cfg.n_layer, rows, *mems.h.shape[3:])
-        return (loss, txl.Mems(h, mems.fill.reshape(rows))), grads
+    grads_of = grads_of if run.batch_chunk == 1 else in_parts(grads_of, cfg, run.batch_chunk)
 
     def step(state, ids, targets, number):
         keys = row_keys(run, number, lax.axis_index("device") * rows + jnp.arange(rows))
-        compute = grads_of if parts == 1 else in_parts
-        (loss, mems), grads = compute(state.params, ids, targets, state.mems, keys)
+        (loss, mems), grads = grads_of(state.params, ids, targets, state.mems, keys)
         loss, grads = lax.pmean(loss, "device"), mean_grads(grads, run, group)
         with jax.named_scope("optimizer"):
             params = shard.cut(state.params, group) if run.shard == "opt" else state.params

@@ -265,38 +265,28 @@ def write_log(file, entry, run):
 # the run
 
 
-def settle(given):
-    """Flags given -> (cfg, run, corpus, checkpoint or None): everything decided and checked before any compiling."""
-    of = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
-    run, source = Run(**of(Run)), None
-    if run.resume == "auto":
-        if not run.out:
-            raise ValueError("--resume auto needs --out DIR, the folder to go on with or to start in")
-        run = replace(run, resume=run.out if any(Path(run.out).glob("*.npz")) else "")
-    if run.eval_only:
-        source = load(run.run or checkpoint.newest_run())
-    elif run.resume or run.init:
-        source = load(checkpoint.newest(run.resume, say) if run.resume else run.init)
-    if source and (run.resume or run.eval_only):
-        kept = {k: v for k, v in source.run["flags"].items() if k not in of(Run) and k not in CALL}
-        run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
-        if run.resume and run.optimizer != had:
-            raise ValueError(f"optimizer: checkpoint {had}, asked {run.optimizer}: leave it out")
-    if "split" in given and not run.eval_only:
-        raise ValueError(f"split={run.split} is for --eval_only: give it, or leave --split out")
-    corpus = prepare.load(run.data or None, run.tokenizer or None)
-    vocab = source.vocab if source else corpus.vocab
-    if corpus.vocab != vocab:
-        corpus = recode(corpus, vocab, run)
-    asked = of(txl.Config)
+def chosen(cls, given):
+    """{field of a dataclass: value} of the flags given."""
+    return {f.name: given[f.name] for f in fields(cls) if f.name in given}
+
+
+def recode(corpus, vocab, run):
+    """The corpus in a checkpoint's vocabulary."""
+    if vocab["kind"] != "byte" or corpus.vocab["kind"] != "byte":
+        text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
+        return corpus._replace(**{s: tokenizer.encode(vocab, text[s], what=f"{s} split") for s in prepare.SPLITS})
+    return corpus
+
+
+def config_of(given, run, vocab, source):
+    """The config of the flags given, the rest from a checkpoint where there is one."""
+    asked = chosen(txl.Config, given)
     if isinstance(asked.get("mem_len"), tuple):
         if not run.eval_only:
             raise ValueError(f"mem_len={asked['mem_len']}: several lengths are for --eval_only, give one")
         asked["mem_len"] = max(asked["mem_len"])
     if "reset_on" in asked:
         asked["reset_on"] = tokenizer.one_id(vocab, asked["reset_on"], "reset_on")
-    if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
-        raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
     if source:
         for name in asked.keys() - set(FREE):
             if asked[name] != getattr(source.cfg, name):
@@ -306,18 +296,38 @@ def settle(given):
         cfg = txl.Config(**{"n_token": tokenizer.size(vocab), **asked})
     if cfg.n_token < tokenizer.size(vocab):
         raise ValueError(f"n_token={cfg.n_token} is less than the vocabulary's {tokenizer.size(vocab)}: leave it out")
+    txl.attention_of(cfg)  # ValueError where no device can run it
+    return cfg
+
+
+def settle(given):
+    """Flags given -> (cfg, run, corpus, checkpoint or None): everything decided and checked before any compiling."""
+    run, source = Run(**chosen(Run, given)), None
+    if run.resume == "auto":
+        if not run.out:
+            raise ValueError("--resume auto needs --out DIR, the folder to go on with or to start in")
+        run = replace(run, resume=run.out if any(Path(run.out).glob("*.npz")) else "")
+    if run.eval_only:
+        source = load(run.run or checkpoint.newest_run())
+    elif run.resume or run.init:
+        source = load(checkpoint.newest(run.resume, say) if run.resume else run.init)
+    if source and (run.resume or run.eval_only):
+        kept = {k: v for k, v in source.run["flags"].items() if k not in given and k not in CALL}
+        run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
+        if run.resume and run.optimizer != had:
+            raise ValueError(f"optimizer: checkpoint {had}, asked {run.optimizer}: leave it out")
+    if "split" in given and not run.eval_only:
+        raise ValueError(f"split={run.split} is for --eval_only: give it, or leave --split out")
+    corpus = prepare.load(run.data or None, run.tokenizer or None)
+    vocab = source.vocab if source else corpus.vocab
+    if corpus.vocab != vocab:
+        corpus = recode(corpus, vocab, run)
+    if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
+        raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
+    cfg = config_of(given, run, vocab, source)
     if run.resume and corpus.sha256 != source.run["corpus"]:
         raise ValueError(f"{run.resume} was trained on other data: start a new run from it with --init {run.resume}")
-    txl.attention_of(cfg)  # ValueError where no device can run it
     return cfg, run, corpus._replace(vocab=vocab), source
-
-
-def recode(corpus, vocab, run):
-    """The corpus in a checkpoint's vocabulary."""
-    if vocab["kind"] != "byte" or corpus.vocab["kind"] != "byte":
-        text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
-        return corpus._replace(**{s: tokenizer.encode(vocab, text[s], what=f"{s} split") for s in prepare.SPLITS})
-    return corpus
 
 
 def restore(source, cfg, run):

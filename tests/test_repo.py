@@ -52,6 +52,12 @@ def test_a_file_stays_under_its_ceiling(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= CEILINGS[name]
 
 
+@pytest.mark.parametrize("name", [*FILES, *BENCH])
+def test_no_function_is_longer_than_40_lines(name):
+    functions = [node for node in ast.walk(parse(name)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert not [f.name for f in functions if f.end_lineno - f.lineno >= 40]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_only_what_the_readme_installs_is_imported_and_more_only_inside_a_function(name):
     known = OURS | RUNNING if not name.startswith("data/") else {"numpy", "data"}  # a text must not wake a GPU
