@@ -13,6 +13,16 @@ CEILINGS = {"txl.py": 450, "train.py": 600, "sample.py": 250, "kernels.py": 450}
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *ROOT.glob("data/*.py")))
 BENCH = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("bench/*.py"))
 OURS = {name.split("/")[0].removesuffix(".py") for name in FILES}
+LAYERS = (  # each imports only from those before it
+    {"attention", "embedding", "figures", "kernels", "profiling", "shard", "stop"},
+    {"layer"},
+    {"txl"},
+    {"step"},
+    {"evaluation", "generate", "plan", "scoring"},
+    {"train"},
+    {"sample"},
+)
+ONLY = {"optax": {"step"}, "kernels": {"layer"}, "data": {"scoring", "train", "sample"}}  # who imports it
 RUNNING = {"jax", "jaxlib", "optax", "numpy"}
 OPTIONAL = {"matplotlib", "torch", "safetensors", "kernels"}  # inside the one function that needs them
 NOT_FOR_IMPORT = {"sample", "bench", "tests"} | {path.stem for path in ROOT.glob("tests/*.py")}
@@ -64,6 +74,14 @@ def test_only_what_the_readme_installs_is_imported_and_more_only_inside_a_functi
     known = known | {"txl"} if name == "data/import_checkpoint.py" else known
     assert packages(name, inside=False) <= known
     assert packages(name) <= known | OPTIONAL
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "/" not in name])
+def test_a_file_imports_only_what_stands_below_it(name):
+    [height] = [i for i, layer in enumerate(LAYERS) if module(name) in layer]
+    assert packages(name) & set().union(*LAYERS[height:]) == set()
+    assert not [package for package in packages(name) & ONLY.keys() if module(name) not in ONLY[package]]
+    assert "kernels" not in packages(name, inside=False)  # only when they are asked for
 
 
 @pytest.mark.parametrize("name", FILES)
