@@ -1,7 +1,7 @@
 """Train a Transformer-XL: one run from the command line to its checkpoints.
 
-Top to bottom: flags, run folders, checkpoints, the stream of batches, the optimizer, the step, evaluation, the loop.
-State lives on the devices with a leading axis, one entry a device, and every step runs under `pmap`.
+Top to bottom: flags, checkpoints, the stream of batches, the log, the run. The optimizer, the step and the state on the
+devices are in step.py, evaluation in evaluation.py, texts and files in data/.
 """
 
 import contextlib
@@ -187,24 +187,6 @@ def batch_at(tokens, rows, cursor, T, only=slice(None)):
     return tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32)
 
 
-def short_sample(params, vocab, cfg, n=200, temperature=0.8):
-    """Text that the model writes from the default prompt: a look at what it has learnt."""
-    first = jnp.asarray(tokenizer.encode(vocab, tokenizer.default_prompt(vocab))[:1], jnp.int32)
-
-    @jax.jit
-    def write(params, key):
-        def body(carry, key):
-            ids, cache = carry
-            scores, cache = txl.extend(params, ids[:, None], cache, cfg)
-            scores = scores[:, 0, : tokenizer.size(vocab)]
-            ids = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
-            return (ids, cache), ids[0]
-
-        return lax.scan(body, (first, txl.init_cache(params, cfg, 1)), jax.random.split(key, n))[1]
-
-    return tokenizer.decode(vocab, np.asarray(write(params, jax.random.key(0)))).decode("utf-8", "replace")
-
-
 # the log
 
 
@@ -349,24 +331,6 @@ def restore(source, cfg, run):
     return jax.tree.unflatten(jax.tree.structure(like), leaves), meta["run"]["cursor"]
 
 
-def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
-    """Evaluates a checkpoint, with each of several memory lengths where `lengths` is a tuple; then draws them."""
-    several, entries = isinstance(lengths, tuple), []
-    for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
-        entries.append(entry)
-        print(json.dumps(entry) if run.json else line(entry, run), flush=True)
-    if several and jax.process_index() == 0:
-        say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
-
-
-def finite(number, folder, **values):
-    """Ends the run where one of the values of step `number` is not finite."""
-    if not all(map(math.isfinite, values.values())):
-        what = ", ".join(f"{name} {value}" for name, value in values.items())
-        found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
-        sys.exit(f"{found}. Lower --lr, raise --warmup, or skip such steps: --skip_nonfinite 3")
-
-
 def prepared(cfg, run, source, n_devices):
     """(devices' state, steps done, tokens read of each row, best loss) at the start of a run."""
     if not run.resume:
@@ -413,6 +377,14 @@ class Job(NamedTuple):
     whole: object  # makes whole parameters on each device of the state's
 
 
+def finite(number, folder, **values):
+    """Ends the run where one of the values of step `number` is not finite."""
+    if not all(map(math.isfinite, values.values())):
+        what = ", ".join(f"{name} {value}" for name, value in values.items())
+        found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
+        sys.exit(f"{found}. Lower --lr, raise --warmup, or skip such steps: --skip_nonfinite 3")
+
+
 def report(job, number, told, first, clock):
     """Checks what step `number` told, and logs it where that is due.
 
@@ -448,27 +420,6 @@ def keep(job, state, names, **known):
     host = named(to_host(state, job.cfg, job.run))
     for name in names if jax.process_index() == 0 else ():
         checkpoint.save(job.folder / name, host, meta)
-
-
-def train(cfg, run, corpus, source, n_devices, folder, stop):
-    """One run: the step compiled, the state made, the loop, the last evaluations."""
-    compiled = compile_step(cfg, run, n_devices)  # before there is any state
-    state, first, cursor, best = prepared(cfg, run, source, n_devices)
-    head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
-    with open_log(folder / "log.jsonl" if jax.process_index() == 0 else os.devnull) as log:
-        log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
-        job = Job(cfg, run, corpus, n_devices, folder, log, make_whole(cfg, run, n_devices))
-        state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
-    params = jax.tree.map(np.asarray, job.whole(state.params))
-    if jax.process_index() == 0:
-        figures.runs([folder], folder / "loss.png")
-    (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
-    show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
-    whose += ", imports and compiling included" * (whose == "process peak")
-    say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
-    if not run.json:
-        text = short_sample(params, corpus.vocab, cfg)
-        print(f"sample:\n{text}\ncheckpoints and log in {folder}")
 
 
 def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
@@ -507,6 +458,55 @@ def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
     return state
 
 
+def short_sample(params, vocab, cfg, n=200, temperature=0.8):
+    """Text that the model writes from the default prompt: a look at what it has learnt."""
+    first = jnp.asarray(tokenizer.encode(vocab, tokenizer.default_prompt(vocab))[:1], jnp.int32)
+
+    @jax.jit
+    def write(params, key):
+        def body(carry, key):
+            ids, cache = carry
+            scores, cache = txl.extend(params, ids[:, None], cache, cfg)
+            scores = scores[:, 0, : tokenizer.size(vocab)]
+            ids = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
+            return (ids, cache), ids[0]
+
+        return lax.scan(body, (first, txl.init_cache(params, cfg, 1)), jax.random.split(key, n))[1]
+
+    return tokenizer.decode(vocab, np.asarray(write(params, jax.random.key(0)))).decode("utf-8", "replace")
+
+
+def train(cfg, run, corpus, source, n_devices, folder, stop):
+    """One run: the step compiled, the state made, the loop, what it has come to."""
+    compiled = compile_step(cfg, run, n_devices)  # before there is any state
+    state, first, cursor, best = prepared(cfg, run, source, n_devices)
+    head = header(cfg, run, corpus, n_devices) | {"plan": plan.entry(cfg, run, n_devices, compiled)}
+    with open_log(folder / "log.jsonl" if jax.process_index() == 0 else os.devnull) as log:
+        log.write(json.dumps(head if not first else {"resumed_at": first, **head}) + "\n")
+        job = Job(cfg, run, corpus, n_devices, folder, log, make_whole(cfg, run, n_devices))
+        state = loop(job, compiled, make_eval(cfg), state, first, cursor, best, stop)
+    params = jax.tree.map(np.asarray, job.whole(state.params))
+    if jax.process_index() == 0:
+        figures.runs([folder], folder / "loss.png")
+    (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
+    show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
+    whose += ", imports and compiling included" * (whose == "process peak")
+    say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
+    if not run.json:
+        text = short_sample(params, corpus.vocab, cfg)
+        print(f"sample:\n{text}\ncheckpoints and log in {folder}")
+
+
+def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
+    """Evaluates a checkpoint, with each of several memory lengths where `lengths` is a tuple; then draws them."""
+    several, entries = isinstance(lengths, tuple), []
+    for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
+        entries.append(entry)
+        print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+    if several and jax.process_index() == 0:
+        say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
+
+
 def allocator(given):
     """Sets what jax reads when it first touches a device: before that, or it changes nothing."""
     if given.get("mem_fraction"):
@@ -514,16 +514,6 @@ def allocator(given):
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given["mem_fraction"])
     if not given.get("preallocate", True):
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-
-
-def out_of_memory(cfg, run, n_devices, error):
-    """What to say when memory ran out: what was asked for, the largest arrays, what would need less."""
-    arrays = sorted(jax.live_arrays(), key=lambda a: -a.nbytes)[:5]
-    held = ", ".join(f"{a.dtype}{list(a.shape)} {a.nbytes / 2**20:,.0f} MiB" for a in arrays)
-    say(f"{str(error).splitlines()[0]}\nlargest arrays: {held or 'none'}")
-    print_plan(cfg, replace(run, json=False), n_devices)
-    less = "--memory_budget, --remat full, --attention chunked, a larger --batch_chunk, --dtype bfloat16"
-    return f"out of memory: try a setting of the plan above that needs less ({less}), or more --devices"
 
 
 def print_plan(cfg, run, n_devices):
@@ -535,6 +525,16 @@ def print_plan(cfg, run, n_devices):
             print(json.dumps(lines[-1] | {"asked": len(lines) == 1}), flush=True)
     if not run.json:
         print(plan.table(lines))
+
+
+def out_of_memory(cfg, run, n_devices, error):
+    """What to say when memory ran out: what was asked for, the largest arrays, what would need less."""
+    arrays = sorted(jax.live_arrays(), key=lambda a: -a.nbytes)[:5]
+    held = ", ".join(f"{a.dtype}{list(a.shape)} {a.nbytes / 2**20:,.0f} MiB" for a in arrays)
+    say(f"{str(error).splitlines()[0]}\nlargest arrays: {held or 'none'}")
+    print_plan(cfg, replace(run, json=False), n_devices)
+    less = "--memory_budget, --remat full, --attention chunked, a larger --batch_chunk, --dtype bfloat16"
+    return f"out of memory: try a setting of the plan above that needs less ({less}), or more --devices"
 
 
 def main(argv=None):

@@ -1,6 +1,6 @@
 """Transformer-XL (Dai et al. 2019, arXiv:1901.02860): parameters are a dict of arrays, the model is functions of them.
 
-The path of the data, which is the order of this file (layers are in layer.py):
+The path of the data, which is the order of this file (embed and nats are in embedding.py, a layer's parts in layer.py):
 
     ids [B, T] -> embed -> x [B, T, D] -> L layers, each over (memory [B, M, D], x) -> hidden [B, T, D] -> nats [B, T]
 
