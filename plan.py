@@ -129,16 +129,16 @@ def need_mib(entry):
     return max(known) if known else None
 
 
-def table(entries, asked=0):
-    """The plan as text; the setting that the flags ask for is marked."""
+def table(entries, mark="what the flags ask for"):
+    """The plan as text, its first setting marked; mark: what that one is."""
     kinds = ("parameters", "gradients", "optimizer", "memories", "workspace", "total", "evaluation")
     show = lambda x: "unknown" if x is None else f"{x:,.0f}"
     lines = [f"{'MiB on each device':<86}" + " ".join(f"{kind:>11}" for kind in kinds) + "   arithmetic"]
     for i, e in enumerate(entries):
-        words = ("* " if i == asked else "  ") + " ".join(f"{k}={v}" for k, v in e["setting"].items())
+        words = ("  " if i else "* ") + " ".join(f"{k}={v}" for k, v in e["setting"].items())
         cells = " ".join(f"{show(e[f'{kind}_mib']):>11}" for kind in kinds)
         lines.append(f"{words:<86}{cells}   x {e['recompute']:.2f}")
-    return "\n".join([*lines, "* what the flags ask for"])
+    return "\n".join([*lines, f"* {mark}"])
 
 
 def budget(text):

@@ -554,8 +554,8 @@ def main(argv=None):
         if run.profile:
             profiling.prepare(run.profile)
         if run.memory_budget:
-            cfg, run, line = plan.choose(cfg, run, n_devices, plan.budget_bytes(run.memory_budget))
-            say(f"memory_budget {run.memory_budget}:\n{plan.table([line])}")
+            cfg, run, taken = plan.choose(cfg, run, n_devices, plan.budget_bytes(run.memory_budget))
+            say(f"memory_budget {run.memory_budget}:\n{plan.table([taken], 'what is taken')}")
         folder = run.resume or (jax.process_index() and run.out)  # process 0 makes it
         folder = Path(folder or checkpoint.new_folder(run.out, corpus.name, given.get("resume") == "auto"))
     except (ValueError, OSError) as e:

@@ -68,15 +68,16 @@ def test_recomputed_arithmetic_grows_from_none_over_dots_to_full():
     assert of(remat="full", attention="dense") < of(remat="full", attention="chunked", attn_block=16) < 5 / 3
 
 
-def test_the_table_marks_what_the_flags_ask_for_and_says_unknown_where_nothing_is_known():
+def test_the_table_marks_its_first_setting_and_says_unknown_where_nothing_is_known():
     class Silent:
         def memory_analysis(self):
             return None
 
     line = plan.entry(SMALL, RUN, 1, Silent(), Silent())
     assert line["total_mib"] is line["workspace_mib"] is line["evaluation_mib"] is None and line["parameters_mib"] > 0
-    shown = plan.table([line, line], asked=1).splitlines()
-    assert shown[1].startswith("  remat") and shown[2].startswith("* remat") and shown[1].count("unknown") == 3
+    shown = plan.table([line, line]).splitlines()
+    assert shown[1].startswith("* remat") and shown[2].startswith("  remat") and shown[1].count("unknown") == 3
+    assert shown[3] == "* what the flags ask for"
 
 
 def test_a_budget_takes_the_first_setting_that_fits_or_names_the_least_need(text, tmp_path, monkeypatch):
@@ -93,7 +94,7 @@ def test_a_budget_takes_the_first_setting_that_fits_or_names_the_least_need(text
     monkeypatch.setattr(plan, "measure", line)
     flags = TINY | {"steps": 1, "log_every": 1}
     outcome = call(train.main, data=text, out=tmp_path / "run", memory_budget="6MiB", **flags)
-    assert outcome.code is None and "remat=full" in outcome.err
+    assert outcome.code is None and "* remat=full" in outcome.err and "* what is taken\n" in outcome.err
     head = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
     assert head["config"]["remat"] == "full" and head["plan"]["setting"]["remat"] == "full"
     assert head["plan"]["total_mib"] > 0 and "the step's plan" in outcome.err
