@@ -6,7 +6,6 @@ the vocabulary's first symbol), so that every token has a score, also in a file 
 
 import json
 import math
-import os
 import re
 from functools import partial
 from html import escape
@@ -19,6 +18,7 @@ import numpy as np
 
 import txl
 from data import tokenizer
+from data.folder import whole
 from embedding import wide
 
 
@@ -221,13 +221,8 @@ def check_outputs(opts):
 def write_whole(path, parts):
     """Writes strings to a file, whole or not at all."""
     path = Path(path).resolve()  # what a link points to, so that the link stays
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", errors="replace", newline="") as f:
-            f.writelines(parts)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(path, "w", encoding="utf-8", errors="replace", newline="") as f:
+        f.writelines(parts)
 
 
 def report(opts, model):

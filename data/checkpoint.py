@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data.folder import whole
+
 
 def save(path, state, meta):
     """Writes {key path: numpy array} and JSON-able `meta`, whole or not at all: then OSError names `path`."""
@@ -24,21 +26,10 @@ def save(path, state, meta):
         arrays[name] = leaf
     arrays["meta"] = np.frombuffer(json.dumps(meta | {"dtypes": dtypes}).encode(), np.uint8)
     try:
-        _write(path, arrays)
+        with whole(path) as f:
+            np.savez(f, **arrays)
     except OSError as e:
         raise OSError(e.errno, f"not saved: {e.strerror or e}", str(path)) from None
-
-
-def _write(path, arrays):
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as f:
-            np.savez(f, **arrays)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 BLOCK = 1 << 24  # bytes read at once

@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time writes there, and none leaves half a line or half a file for good."""
+"""Files whole or not at all; the folder of a run, where one process at a time writes and none leaves half a line."""
 
 import contextlib
 import io
@@ -8,6 +8,20 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+
+@contextlib.contextmanager
+def whole(path, mode="wb", **options):
+    """A file to write that stands at `path` once all of it is on the disk; where that fails, all is as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, mode, **options) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

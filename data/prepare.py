@@ -24,6 +24,7 @@ import numpy as np
 from data import corpora
 from data import tokenizer as tok
 from data.corpora import CORPORA, SPLITS
+from data.folder import whole
 from data.tokenizer import check_ids
 
 DTYPES = ("uint8", "uint16", "uint32")
@@ -275,16 +276,8 @@ def write_tokens(splits, out, tokenizer, *, min_count=0, max_size=0):
 
 def _write(file, blocks):
     """Writes `blocks` to `file`, whole or not at all; returns the number of bytes."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with open(temporary, "wb") as f:
-            n = sum(f.write(block) for block in blocks)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return n
+    with whole(file) as f:
+        return sum(f.write(block) for block in blocks)
 
 
 def main(argv=None):
