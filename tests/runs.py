@@ -6,15 +6,16 @@ import io
 import json
 import os
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from conftest import make_params
 
 import train
-from data import checkpoint
+from data import checkpoint, tokenizer
 from data.corpora import CORPORA, File
 
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
@@ -23,6 +24,9 @@ TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
 WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])
 TEXT = "".join(WORDS[np.random.default_rng(0).integers(0, len(WORDS), 1500)]).encode()
 LINES = b" = A title = \n \n the <unk> cat , the <unk> <unk> dogs . \n" * 40
+BYTE = {"kind": "byte"}
+CHAR = {"kind": "char", "symbols": ["a", "b", "c", "é", "\U0001f600"]}
+WORD = {"kind": "word", "symbols": ["<eos>", "the", "cat", "<unk>", "sat"]}
 COMPILED = []  # grows by one with every program that XLA compiles; jax has no public way to take a listener out again
 
 
@@ -114,6 +118,14 @@ def save_model(folder, cfg, params, vocab, tgt_len=8):
     meta = {"config": asdict(cfg), "vocab": vocab, "run": run | {"versions": {"jax": jax.__version__}}}
     checkpoint.save(folder / "best.npz", train.named({"params": params}), meta)
     return folder
+
+
+def random_model(like, folder, vocab=BYTE, change=lambda params: None, **options):
+    """As `save_model`: a config like another, for a vocabulary, and random parameters that `change` may alter."""
+    cfg = replace(like, **{"n_token": tokenizer.size(vocab)} | options)
+    params = make_params(cfg)
+    change(params)
+    return save_model(folder, cfg, params, vocab)
 
 
 def stand_in(name, url=""):

@@ -14,29 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_params
-from runs import COMPILED, call, refused, save_model
+from runs import BYTE, CHAR, COMPILED, WORD, call, random_model, refused
 
 import generate
 import sample
 import train
 import txl
-from data import tokenizer
 
 ROOT = Path(__file__).parent.parent
-BYTE = {"kind": "byte"}
-CHAR = {"kind": "char", "symbols": ["a", "b", "c", "é", "\U0001f600"]}
-WORD = {"kind": "word", "symbols": ["<eos>", "the", "cat", "<unk>", "sat"]}
 # same_length: logits do not depend on where a text is cut, so that any cut can be compared with any other
 CFG = txl.Config(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=32, same_length=True, tie_weight=False)
 TEXT = np.random.default_rng(7).integers(97, 123, 600, dtype=np.uint8).tobytes()
-
-
-def model(folder, vocab=BYTE, change=lambda params: None, **options):
-    cfg = txl.Config(**vars(CFG) | {"n_token": tokenizer.size(vocab)} | options)
-    params = make_params(cfg)
-    change(params)
-    return save_model(folder, cfg, params, vocab)
+model = partial(random_model, CFG)
 
 
 @pytest.fixture(scope="module")

@@ -11,27 +11,17 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_ids, make_params
-from runs import COMPILED, call, refused, save_model
+from runs import BYTE, CHAR, COMPILED, WORD, call, random_model, refused, save_model
 
 import scoring
 import train
 import txl
-from data import tokenizer
 
-BYTE = {"kind": "byte"}
-CHAR = {"kind": "char", "symbols": ["a", "b", "c", "é", "\U0001f600"]}
-WORD = {"kind": "word", "symbols": ["<eos>", "the", "cat", "<unk>", "sat"]}
 SIZES = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=11)
 PLAIN = txl.Config(**SIZES, same_length=True)
 ADAPTIVE = txl.Config(**SIZES, n_token=37, cutoffs=(5, 18), div_val=2, clamp_len=7)  # later queries see further
 TEXT = "a <b>&amp;\t\"é\"</b> \U0001f600\r\n\x00'x'\n".encode() + b"\xc3(\xff\n"
-
-
-def model(folder, vocab=BYTE, change=lambda params: None):
-    cfg = txl.Config(**SIZES, same_length=True, n_token=tokenizer.size(vocab))
-    params = make_params(cfg)
-    change(params)
-    return save_model(folder, cfg, params, vocab)
+model = partial(random_model, PLAIN)
 
 
 @pytest.fixture(scope="module")
