@@ -26,9 +26,9 @@ def schedule(run):
 
     def lr(step):
         step = jnp.asarray(step, jnp.float32)
-        left = jnp.clip((step - run.warmup) / max(run.steps - run.warmup, 1), 0, 1)
+        done = jnp.clip((step - run.warmup) / max(run.steps - run.warmup, 1), 0, 1)
         shape = {
-            "cosine": run.lr_min + (1 - run.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * left)),
+            "cosine": run.lr_min + (1 - run.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * done)),
             "inv_sqrt": jnp.sqrt(max(run.warmup, 1) / jnp.maximum(step + 1, max(run.warmup, 1))),
             "constant": jnp.float32(1),
         }[run.schedule]
@@ -253,7 +253,8 @@ def compile_step(cfg, run, n_devices):
 
 def pieces(tree, n, axis=0):
     """Host arrays split into n along `axis`, which come first: [n*b, ...] -> [n, b, ...]."""
-    split = lambda a: np.stack(np.split(np.asarray(a), n, axis=min(axis, np.ndim(a) - 1)))
+    axis_of = lambda a: min(axis, np.ndim(a) - 1)  # rows are axis 1 of Mems.h and the only one of Mems.fill
+    split = lambda a: np.stack(np.split(np.asarray(a), n, axis=axis_of(a)))
     return jax.tree.map(split, tree)
 
 

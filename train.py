@@ -30,13 +30,15 @@ from evaluation import bits_per_byte, eval_only, evaluate, judged
 from step import compile_step, fresh_state, init_state, make_eval, make_whole, pieces, to_devices, to_host
 from stop import signals, start
 
+# what a resumed run may change: all else decides shapes or meaning
 FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "attention", "attn_block", "loss_chunk")
-FREE += ("dtype", "layer_rows", "reset_on")  # what a resumed run may change: all else decides shapes or meaning
+FREE += ("dtype", "layer_rows", "reset_on")
+# what a resumed run does not inherit
 CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json", "plan", "memory_budget")
 CALL += ("mem_fraction", "preallocate", "profile", "shard_group", "coordinator", "process_id", "n_processes")
-# what a resumed run does not inherit
+# the least value of a number; of all others whole ones start at 1, and fractions are more than 0
 LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0)
-LEAST |= dict.fromkeys(("skip_nonfinite", "shard_group", "process_id", "n_processes"), 0)  # everything else starts at 1
+LEAST |= dict.fromkeys(("skip_nonfinite", "shard_group", "process_id", "n_processes"), 0)
 
 EXAMPLES = (
     "python train.py --data my.txt --steps 3000                 # train on a text of your own",
@@ -216,8 +218,8 @@ def header(cfg, run, corpus, n_devices):
     device, n_params = jax.local_devices()[0], sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
-    flags = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": memory_mib()[1]}
-    return {"versions": versions(), **where, **flags, "corpus": text, "n_params": n_params}
+    asked = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": memory_mib()[1]}
+    return {"versions": versions(), **where, **asked, "corpus": text, "n_params": n_params}
 
 
 def line(entry, run):

@@ -40,7 +40,8 @@ DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
 ATTENTION = ("auto", "dense", "chunked", "pallas")
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-MOVES = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_element_type")  # what makes whole weights
+# What makes whole weights out of shards: made again going backward, where all else is kept.
+MOVES = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_element_type")
 
 
 @dataclass(frozen=True)
@@ -186,23 +187,23 @@ def _layers(one, x, weights, h, cfg):
     are written out here: left to autodiff, the stack would exist twice.
     """
     numbers = jnp.arange(cfg.n_layer)
+    kept = jax.checkpoint(one, prevent_cse=False, policy=DOTS) if cfg.remat == "dots" else one
 
     def plain(x, weights):
-        return lax.scan(lambda x, args: (step(x, *args), x), x, (weights, h, numbers))
+        return lax.scan(lambda x, args: (kept(x, *args), x), x, (weights, h, numbers))
 
-    def backward(kept, cotangents):
+    def backward(saved, cotangents):
         def body(dx, args):
             x, weights, mem, number = args
             return jax.vjp(lambda x, weights: one(x, weights, mem, number), x, weights)[1](dx)
 
-        inputs, weights = kept
+        inputs, weights = saved
         return lax.scan(body, cotangents[0], (inputs, weights, h, numbers), reverse=True)
 
     def forward(x, weights):
         out, inputs = plain(x, weights)
         return (out, inputs), (inputs, weights)
 
-    step = jax.checkpoint(one, prevent_cse=False, policy=DOTS) if cfg.remat == "dots" else one
     if cfg.remat != "full":
         return plain(x, weights)
     run = jax.custom_vjp(plain)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,12 @@ def test_a_file_imports_only_what_stands_below_it(name):
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_imports_sample_tests_or_bench(name):
     assert not packages(name) & NOT_FOR_IMPORT
+
+
+def test_every_test_that_the_table_of_cases_names_is_there():
+    named = re.findall(r"(test_\w+\.py)::(test_\w+)", (ROOT / "tests/CASES.md").read_text(encoding="utf-8"))
+    there = {file: {getattr(node, "name", "") for node in parse(f"tests/{file}").body} for file in dict(named)}
+    assert named and not [(file, test) for file, test in named if test not in there[file]]
 
 
 @pytest.mark.parametrize("name", [*FILES, *BENCH])
