@@ -329,7 +329,6 @@ def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
         join = lambda order: lambda a, new: jnp.concatenate([order(a).reshape(B, H, M, K), new], 2)
         return lax.cond(slot == 0, join(lambda a: a[:, 1:]), join(turned), ring, new)  # 0: another segment was before
 
-    new_k, new_v = lax.optimization_barrier((new_k, new_v))
     k, v = joined(k, new_k), joined(v, new_v)
     attend = lambda q_u, q_v, k, v, lo: attention_of(cfg)(q_u, q_v, k, v, r, lo, **how)
     out = _in_rows(attend, (q_u, q_v, k, v, lo), max(2**16 // (T * (M + T)), 1), cfg)
