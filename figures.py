@@ -52,10 +52,10 @@ def history(folder):
 
 
 def runs(folders, path):
-    """Losses, learning rate and speed of runs over their steps, as a picture at `path`; False without matplotlib."""
+    """Losses, learning rate and speed of runs over their steps, as a picture at `path`; nothing without matplotlib."""
     figure = new_figure(7, 7)
     if figure is None:
-        return False
+        return
     loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     for number, folder in enumerate(folders):
         (steps, judged), colour = history(folder), f"C{number}"
@@ -72,4 +72,3 @@ def runs(folders, path):
     speed.set(ylabel="tokens per second", xlabel="step")
     speed.set_ylim(0, 1.1 * speed.get_ylim()[1])
     figure.savefig(path, dpi=130)
-    return True

@@ -29,7 +29,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-HIDDEN = -1e30  # the score of a key that is not visible
+HIDDEN = -1e30  # the score of a key that is not visible, as in attention.py: this file imports nothing but jax
 
 
 class Tiles(NamedTuple):

@@ -16,6 +16,7 @@ import step
 from layer import attention_block
 
 MIB = 2**20
+THRIFTY = dict(remat="full", attention="chunked", layer_rows=1)  # the least memory, but for loss_chunk
 KNOBS = ("remat", "attention", "layer_rows", "loss_chunk", "dtype")  # the config's part of a setting
 
 
@@ -23,7 +24,7 @@ def candidates(cfg, run, rows):
     """[(cfg, run)]: what the flags ask for, then at most 11 more, from cheap to thrifty; rows: those of a device."""
     chunk = cfg.loss_chunk or 1024
     fast, lean = ("pallas", "pallas") if cfg.attention == "pallas" else ("dense", "chunked")
-    thrifty = dict(remat="full", attention=lean, loss_chunk=chunk, layer_rows=1)
+    thrifty = THRIFTY | dict(attention=lean, loss_chunk=chunk)
     steps = [dict(remat="none", attention=fast), dict(remat="none", attention=lean, loss_chunk=chunk)]
     steps += [dict(remat="dots", attention=lean, loss_chunk=chunk)]
     if jax.default_backend() != "cpu":  # there few rows are taken at a time anyway

@@ -215,11 +215,11 @@ def versions():
 
 def header(cfg, run, corpus, n_devices):
     """The log's first line: everything that decides the run."""
-    device, n_params = jax.local_devices()[0], sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
+    device = jax.local_devices()[0]
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
     asked = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": memory_mib()[1]}
-    return {"versions": versions(), **where, **asked, "corpus": text, "n_params": n_params}
+    return {"versions": versions(), **where, **asked, "corpus": text, "n_params": txl.count_params(cfg)}
 
 
 def line(entry, run):
@@ -254,12 +254,10 @@ def chosen(cls, given):
     return {f.name: given[f.name] for f in fields(cls) if f.name in given}
 
 
-def recode(corpus, vocab, run):
+def recode(corpus, vocab):
     """The corpus in a checkpoint's vocabulary."""
-    if vocab["kind"] != "byte" or corpus.vocab["kind"] != "byte":
-        text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
-        return corpus._replace(**{s: tokenizer.encode(vocab, text[s], what=f"{s} split") for s in prepare.SPLITS})
-    return corpus
+    text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
+    return corpus._replace(**{s: tokenizer.encode(vocab, text[s], what=f"{s} split") for s in prepare.SPLITS})
 
 
 def config_of(given, run, vocab, source):
@@ -305,7 +303,7 @@ def settle(given):
     corpus = prepare.load(run.data or None, run.tokenizer or None)
     vocab = source.vocab if source else corpus.vocab
     if corpus.vocab != vocab:
-        corpus = recode(corpus, vocab, run)
+        corpus = recode(corpus, vocab)
     if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
         raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
     cfg = config_of(given, run, vocab, source)
@@ -563,8 +561,8 @@ def main(argv=None):
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")
     device = jax.local_devices()[0]
-    n = sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
-    say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {n:,} parameters; {folder}")
+    size = f"{txl.count_params(cfg):,} parameters"
+    say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {size}; {folder}")
     say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
     shard.announce(folder)
     try:

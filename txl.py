@@ -13,6 +13,7 @@ A layer attends over S = M + T keys, memory first; the newest M of its inputs ar
     M    memory length                         l L  layers
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -133,6 +134,11 @@ def param_shapes(cfg):
     return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def count_params(cfg):
+    """How many numbers a model's parameters are."""
+    return sum(math.prod(a.shape) for a in jax.tree.leaves(param_shapes(cfg)))
+
+
 def init_params(key, cfg):
     """Parameters for `param_shapes`: scales 1, biases 0, all else normal with the original's deviation 0.02."""
     leaves, tree = jax.tree.flatten_with_path(param_shapes(cfg))
@@ -159,10 +165,15 @@ def init_mems(cfg, batch):
     return Mems(jnp.zeros(shape, cfg.dtype), jnp.zeros(batch, jnp.int32))
 
 
+def _few(T, cfg):
+    """Rows whose scores [T, S] of one head are at most 2**16 together: a CPU's cache holds what is made of them."""
+    return max(2**16 // (T * (cfg.mem_len + T)), 1)
+
+
 def _in_rows(f, xs, few, cfg):
     """f(*xs) -> [B, ...], `layer_rows` of the batch at a time, or `few` of them on a CPU; rebuilt going backward."""
     B = len(xs[0])
-    auto = few if jax.default_backend() == "cpu" else B  # what its cache holds
+    auto = few if jax.default_backend() == "cpu" else B
     rows = max(n for n in range(1, min(cfg.layer_rows or auto, B) + 1) if B % n == 0)
     if rows == B:
         return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False)(*xs)
@@ -240,8 +251,7 @@ def forward(params, ids, mems, cfg, *, key=None, whole=None):
             return _in_rows(layer, xs, max(256 // T, 1), cfg)
         if attention_block(cfg, T) is None:
             return layer(*xs)
-        few = max(2**16 // (T * (M + T)), 1)
-        return feed_forward(_in_rows(attend, xs, few, cfg), key, p, number, cfg)
+        return feed_forward(_in_rows(attend, xs, _few(T, cfg), cfg), key, p, number, cfg)
 
     if whole and cfg.remat == "none":  # keep all for the backward pass but whole weights
         keep = DOTS if attention_block(cfg, T) else lambda prim, *_, **__: prim.name not in MOVES
@@ -331,7 +341,7 @@ def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
 
     k, v = joined(k, new_k), joined(v, new_v)
     attend = lambda q_u, q_v, k, v, lo: attention_of(cfg)(q_u, q_v, k, v, r, lo, **how)
-    out = _in_rows(attend, (q_u, q_v, k, v, lo), max(2**16 // (T * (M + T)), 1), cfg)
+    out = _in_rows(attend, (q_u, q_v, k, v, lo), _few(T, cfg), cfg)
     return out, *(a[:, :, T - 1 :].reshape(B * H, M + 1, K) for a in (k, v))
 
 

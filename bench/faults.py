@@ -148,13 +148,13 @@ def damage(seed=0):
 
 def tiny_flags(at, **more):
     """Flags of a training run of a few seconds."""
-    flags = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, devices=1)
-    flags |= dict(data=at / "text.txt", out=at / "run", eval_tokens=2000, eval_batch=2, eval_every=20, log_every=100)
-    return [word for name, value in (flags | more).items() for word in (f"--{name}", str(value))]
+    flags = hostile.SIZES | dict(tgt_len=8, batch=4, devices=1, data=at / "text.txt", out=at / "run")
+    flags |= dict(eval_tokens=2000, eval_batch=2, eval_every=20, log_every=100)
+    return hostile.words(**flags | more)
 
 
 def tiny_text(at, n=40_000):
-    words = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. "])
+    words = np.array(hostile.WORDS[:5])  # the ASCII ones
     text = "".join(words[np.random.default_rng(0).integers(0, len(words), n // 5)])
     (at / "text.txt").write_text(text)
 

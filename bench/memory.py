@@ -24,7 +24,7 @@ from bench.peers import machine, status_mib
 
 BASE = txl.Config(n_token=205, n_layer=12, n_head=8, d_model=512, d_head=64, d_inner=2048, mem_len=512)
 RUN = train.Run(batch=22, tgt_len=512, optimizer="adam")
-THRIFTY = dict(remat="full", attention="chunked", loss_chunk=512, layer_rows=1)
+THRIFTY = plan.THRIFTY | dict(loss_chunk=512)  # the tokens of a row
 
 
 def total_mib(cfg, run):

@@ -163,6 +163,7 @@ def ours_worker(shape):
     import jax
     import optax
 
+    import plan
     import txl
     from step import optimizer as recipe
     from train import Run
@@ -187,7 +188,7 @@ def ours_worker(shape):
     make_state = jax.jit(init).lower(key).compile()
     start = time.perf_counter()
     train = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*jax.eval_shape(init, key), tokens, tokens).compile()
-    ready |= {"compile_s": time.perf_counter() - start, "xla_mib": xla_mib(train)}
+    ready |= {"compile_s": time.perf_counter() - start, "xla_mib": plan.total(train) / plan.MIB}
     _, count = yield ready | settle_level()
     state, stream = make_state(key), batches(shape)
     n_params = sum(x.size for x in jax.tree.leaves(state[0]))
@@ -197,13 +198,6 @@ def ours_worker(shape):
             state, loss = train(*state, ids, targets)
         jax.block_until_ready(state)
         _, count = yield {"loss_nats": float(loss), "n_params": n_params}
-
-
-def xla_mib(compiled):
-    """What XLA itself reports that a compiled step needs: temporaries + arguments + outputs - aliased."""
-    m = compiled.memory_analysis()
-    total = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    return total / 2**20
 
 
 def matmul_worker(shape):

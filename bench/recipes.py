@@ -4,14 +4,11 @@ For each the training step as asked and at its thriftiest, and for what MORE mak
 """
 
 import json
-import math
 import re
 import shlex
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-
-import jax
 
 import plan
 import train
@@ -23,7 +20,7 @@ README = Path(__file__).parents[1] / "README.md"
 N_TOKEN = {"enwik8": 256, "text8": 27, "wikitext-103": 267_735, "ptb": 10_000}  # as data.prepare makes them
 MORE = {"vocabulary": ("wikitext-103-base", "--batch 4 --tgt_len 64 --mem_len 64 --dropout 0")}  # and little else
 MORE |= {"eighth": ("wikitext-103-large", "--batch 16")}  # the rows of one of 8 devices
-THRIFTY = dict(remat="full", attention="chunked", layer_rows=1, loss_chunk=64)
+THRIFTY = plan.THRIFTY | dict(loss_chunk=64)  # logits of 267,735 ids are large
 
 
 def commands(text):
@@ -36,16 +33,15 @@ def commands(text):
 def settings(words):
     """(cfg, run) that the command asks for on a corpus, known without having it."""
     given = flags.parse(words, "train.py", "", (txl.Config, train.Run), ())
-    of = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
-    return txl.Config(n_token=N_TOKEN[given["data"]], **of(txl.Config)), train.Run(**of(train.Run))
+    cfg = txl.Config(n_token=N_TOKEN[given["data"]], **train.chosen(txl.Config, given))
+    return cfg, train.Run(**train.chosen(train.Run, given))
 
 
 def lines(name, words):
     """Yields the plan's lines of a recipe on one device."""
     cfg, run = settings(words)
-    n_params = sum(math.prod(a.shape) for a in jax.tree.leaves(txl.param_shapes(cfg)))
     for asked, c in ((True, cfg), (False, replace(cfg, **THRIFTY))):
-        about = {"recipe": name, "command": shlex.join(words), "n_params": n_params, "asked": asked}
+        about = {"recipe": name, "command": shlex.join(words), "n_params": txl.count_params(cfg), "asked": asked}
         yield about | plan.measure(c, run, 1) | train.versions() | machine()
 
 

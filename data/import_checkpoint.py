@@ -8,7 +8,6 @@ wrote, a .safetensors, an .npz. The run folder it makes is for sample.py, train.
 
 import argparse
 import json
-import math
 import platform
 import re
 import sys
@@ -255,14 +254,15 @@ def _arguments(argv):
     group = parser.add_argument_group("what a file does not say", argument_default=argparse.SUPPRESS)
     text = "order of its adaptive softmax's clusters: pytorch for the original, hf for Hugging Face's port"
     group.add_argument("--layout", choices=("pytorch", "hf"), help=text)
-    group.add_argument("--n_head", type=int, help="heads")
+    ours = {name: text for name, (_, text) in flags.comments(txl.Config).items()}
+    group.add_argument("--n_head", type=int, help=ours["n_head"])
     text = "tokens it remembers; with --same_length its queries see mem_len keys, themselves one of them"
     group.add_argument("--mem_len", type=int, help=text)
-    group.add_argument("--clamp_len", type=int, help="distances beyond this count as this; default: no clamp")
+    group.add_argument("--clamp_len", type=int, help=ours["clamp_len"])
     group.add_argument("--same_length", action="store_true", help="it was evaluated with same_length")
-    group.add_argument("--pre_norm", action="store_true", help="layer norm before each sublayer")
-    group.add_argument("--cutoffs", type=flags.numbers, help="adaptive softmax: 20000,40000,200000; default: none")
-    group.add_argument("--div_val", type=int, help="adaptive softmax: default 1")
+    group.add_argument("--pre_norm", action="store_true", help=ours["pre_norm"])
+    group.add_argument("--cutoffs", type=flags.numbers, help=ours["cutoffs"])
+    group.add_argument("--div_val", type=int, help=ours["div_val"])
     return vars(parser.parse_args(argv))
 
 
@@ -281,8 +281,7 @@ def main(argv=None):
         save(folder, cfg, params, vocab, source)
     except (OSError, ValueError) as e:
         sys.exit(f"data.import_checkpoint: {e}")
-    n_params = sum(math.prod(a.shape) for a in _flat(params).values())
-    print(json.dumps({"out": str(folder), "n_params": n_params, "config": asdict(cfg)}))
+    print(json.dumps({"out": str(folder), "n_params": txl.count_params(cfg), "config": asdict(cfg)}))
 
 
 if __name__ == "__main__":
