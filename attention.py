@@ -5,7 +5,7 @@
 Queries come scaled, with the biases u and v added; keys with memory's first. Query t sees the keys
 lo <= s <= t + S - T. Row x of r is the position of distance S - 1 - x, so that the last query meets key s at row s,
 and query t meets it at row s + T - 1 - t; rows from S on may hold anything (one of them saves a copy: X = S + 1).
-Axis letters as in txl.py; w W: the keys of one block.
+Axis letters as in txl.py; Q W: the queries t and the keys s of one block.
 """
 
 import jax
@@ -66,26 +66,26 @@ def _attend(q_u, q_v, k, v, r, lo, block, window, drop):
     (H, T, K), S = q_u.shape, k.shape[1]
     M, Q = S - T, min(block or T, T)
     pad = -T % Q
-    n, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
+    blocks, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
     # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first. Behind it come
     # rows that no query meets: dynamic_slice would move a start that is too far right.
     q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
     lo = jnp.pad(lo, (0, pad))
-    behind = S + (1 if n == 1 else T + pad) - r.shape[1]
+    behind = S + (1 if blocks == 1 else T + pad) - r.shape[1]
     r = jnp.pad(r, ((0, 0), (pad, max(behind, 0)), (0, 0)))
 
     def body(args):
         q_u, q_v, lo, i = args
         start = jnp.clip(i * Q + M + Q - W, 0, S + pad - W)
-        cut = lambda a, start, n: lax.dynamic_slice_in_dim(a, start, n, 1)
+        cut = lambda a, start, size: lax.dynamic_slice_in_dim(a, start, size, 1)
         t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
-        r_cut = cut(r, start + (n - 1 - i) * Q, W + 1)
+        r_cut = cut(r, start + (blocks - 1 - i) * Q, W + 1)
         return _block(q_u, q_v, cut(k, start, W), cut(v, start, W), r_cut, lo, t, s, drop and (*drop, T, S))
 
-    if n == 1:
+    if blocks == 1:
         return body((q_u, q_v, lo, 0))
-    split = lambda a: jnp.moveaxis(a.reshape(H, n, Q, K), 1, 0)
-    out = lax.map(jax.checkpoint(body), (split(q_u), split(q_v), lo.reshape(n, Q), jnp.arange(n)))
+    split = lambda a: jnp.moveaxis(a.reshape(H, blocks, Q, K), 1, 0)
+    out = lax.map(jax.checkpoint(body), (split(q_u), split(q_v), lo.reshape(blocks, Q), jnp.arange(blocks)))
     return jnp.moveaxis(out, 0, 1).reshape(H, T + pad, K)[:, :T]
 
 

@@ -52,11 +52,11 @@ def draw(logits, key, how):
 
 @cache
 def make_generate(cfg, how):
-    """generate(params, given, cache, last, numbers, samples, seed) -> BLOCK tokens [N, R, BLOCK], last [N, R], cache.
+    """generate(params, given, cache, last, numbers, samples, seed) -> BLOCK tokens, the last of them, cache.
 
-    Of N devices with R rows each: the tokens after `last`, those of given [N, R, BLOCK] where not negative, else drawn.
-    numbers [N, R]: the number of each row's first token in the row's text, samples [N, R]: which sample of its prompt
-    a row is; these and the seed alone decide its draws, not its neighbours, blocks or devices.
+    Tokens after last [device, B]: those of given [device, B, BLOCK] where not negative, else drawn.
+    numbers [device, B]: each row's first token's number in its text, samples [device, B]: which sample of its prompt a
+    row is; these and the seed alone decide its draws, not its neighbours, blocks or devices.
     """
 
     def generate(params, given, cache, last, numbers, samples, seed):
@@ -107,7 +107,7 @@ def read_prompts(params, prompts, cfg, segment):
 
 @partial(jax.pmap, axis_name="device", in_axes=(None, 0, 0), out_axes=(0, CACHE_AXES))
 def rows_of(cache, prompt_of, last):
-    """On each device, last [device, R] and a cache of a row for each of its prompt_of [device, R]."""
+    """On each device, last [device, B] and a cache of a row for each of its prompt_of [device, B]."""
     pick = lambda a: a.reshape(len(cache.fill), -1, *a.shape[1:])[prompt_of].reshape(-1, *a.shape[1:])
     rows = cache._replace(k=tuple(map(pick, cache.k)), v=tuple(map(pick, cache.v)), fill=cache.fill[prompt_of])
     return last, rows  # both as `make_generate` leaves them: it would be compiled a second time otherwise

@@ -13,7 +13,8 @@ letters, those with block g + 1 in capitals:
     a = 3         a b c d             a b c d         where a + c >= N - 1 and to block g + 1 elsewhere.
 
 The roll goes through a scratch slice of the program's own on a GPU (in global memory, but it stays in cache), and is
-one instruction on a TPU. Letters as in txl.py; i j: tiles of queries and keys; m: tiles of keys before query 0's own.
+one instruction on a TPU. Letters as in txl.py, but N is a tile's size, i and j are tiles of queries and of keys, and n
+and m count them: tiles of queries, tiles of keys before those of query 0.
 """
 
 import warnings

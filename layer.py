@@ -88,7 +88,7 @@ def _heads(x, w, cfg):
     if w.ndim == 3:
         return jnp.einsum("btd,dhk->bhtk", x, w)
     # XLA on a CPU would turn the weights of the other form round at every call.
-    return jnp.einsum("btd,dn->btn", x, w).reshape(*x.shape[:2], cfg.n_head, cfg.d_head).swapaxes(1, 2)
+    return jnp.einsum("btd,dc->btc", x, w).reshape(*x.shape[:2], cfg.n_head, cfg.d_head).swapaxes(1, 2)
 
 
 def queries(x, p, cfg):

@@ -282,7 +282,7 @@ def to_devices(state, n_devices, run=None):
 
 def to_host(state, cfg=None, run=None):
     """The devices' state, sharded as the run says -> host arrays of all rows, whole."""
-    params, opt, (h, fill) = state.params, state.opt, shard.fetched(state.mems)  # h [N, L, b, M, D]
+    params, opt, (h, fill) = state.params, state.opt, shard.fetched(state.mems)  # h [device, L, B, M, D]
     if run and run.shard != "none":
         like, group = jax.eval_shape(lambda: init_state(cfg, run, None, 1)), shard.group_of(run, len(h))
         opt = shard.from_shards(opt, like.opt, group)

@@ -6,11 +6,11 @@ The path of the data, which is the order of this file (embed and nats are in emb
 
 A layer attends over S = M + T keys, memory first; the newest M of its inputs are the next segment's memory.
 
-    b B  rows, each one stream of text         h H  attention heads           v V  vocabulary
-    t T  positions of the segment (queries)    k K  channels of a head        e E  channels of an embedding table
-    s S  key positions                         d D  channels of the model     n N  tokens of a loss chunk
-    x X  rows of the position table            f F  channels between the two feed-forward products
-    M    memory length                         l L  layers
+    b B  rows, each one stream of text         h H  attention heads        d D  channels of the model
+    t T  positions of the segment (queries)    k K  channels of a head     e E  channels of an embedding table
+    s S  key positions                         c C  H and K joined         f F  channels between feed-forward products
+    x X  rows of the position table            l L  layers                 v V  vocabulary
+    M    memory length                         n N  rows joined with positions [B * T], in reading with heads [B * H]
 """
 
 import math
@@ -310,17 +310,17 @@ def init_cache(params, cfg, batch):
 
 
 def _read_one(q_u, q_v, k, v, r, slot, reach):
-    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, N, K], its own key at `slot`.
+    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, S, K], its own key at `slot`.
 
     reach [B]: how many tokens back it sees.
     """
-    (B, H, _, K), N = q_u.shape, k.shape[1]
+    (B, H, _, K), S = q_u.shape, k.shape[1]
     acc = jnp.promote_types(k.dtype, jnp.float32)
-    content = jnp.einsum("nk,nsk->ns", q_u.reshape(-1, K), k, preferred_element_type=acc)  # n: rows and heads
-    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc).reshape(B * H, N)
-    # Ring entry s is (slot - s) mod N tokens back: turn the logits round, never the ring.
-    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), N - 1 - slot, N, 1)
-    visible = jnp.repeat((slot - jnp.arange(N)) % N <= reach[:, None], H, 0)
+    content = jnp.einsum("nk,nsk->ns", q_u.reshape(-1, K), k, preferred_element_type=acc)
+    position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc).reshape(B * H, S)
+    # Ring entry s is (slot - s) mod S tokens back: turn the logits round, never the ring.
+    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), S - 1 - slot, S, 1)
+    visible = jnp.repeat((slot - jnp.arange(S)) % S <= reach[:, None], H, 0)
     weights, total = softmax_parts(jnp.where(visible, content + position, HIDDEN))
     out = jnp.einsum("ns,nsk->nk", weights.astype(v.dtype), v, preferred_element_type=acc)
     return (out / total).astype(v.dtype).reshape(B, H, 1, K)
@@ -374,10 +374,10 @@ def extend(params, ids, cache, cfg):
 
 def stack_caches(caches):
     """One cache of the rows of several, which may have read different numbers of tokens."""
-    N = caches[0].k[0].shape[1]
-    turn = lambda cache, ring: jnp.roll(ring, N - 1 - cache.slot, 1)
+    S = caches[0].k[0].shape[1]
+    turn = lambda cache, ring: jnp.roll(ring, S - 1 - cache.slot, 1)
     join = lambda name: tuple(
         jnp.concatenate([turn(c, getattr(c, name)[i]) for c in caches]) for i in range(len(caches[0].k))
     )
     r, fill = jax.tree.map(jnp.copy, caches[0].r), jnp.concatenate([c.fill for c in caches])
-    return Cache(join("k"), join("v"), r, jnp.int32(N - 1), fill)
+    return Cache(join("k"), join("v"), r, jnp.int32(S - 1), fill)

@@ -85,6 +85,13 @@ def test_a_file_imports_only_what_stands_below_it(name):
     assert "kernels" not in packages(name, inside=False)  # only when they are asked for
 
 
+def test_every_letter_of_an_einsum_is_in_the_glossary():
+    glossary = {a for a, b in re.findall(r"\b([a-z]) ([A-Z])  ", ast.get_docstring(parse("txl.py"))) if a.upper() == b}
+    calls = [node for name in (*FILES, *BENCH) for node in ast.walk(parse(name)) if isinstance(node, ast.Call)]
+    letters = [c.args[0].value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "einsum"]
+    assert len(letters) > 12 and not [text for text in letters if set(text) - glossary - set(",->")]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_imports_sample_tests_or_bench(name):
     assert not packages(name) & NOT_FOR_IMPORT
