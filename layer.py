@@ -10,19 +10,22 @@ from jax import lax
 from attention import attention, drop_entries, mix
 from embedding import wide
 
+# Places of dropout in a layer: 0 attention weights, 1 what attention adds, 2 inside the feed-forward layer, 3 what this
+# adds. As number n_layer: 0 what goes into the layers, 1 what comes out.
 
-def _seeds(key, layer, place):
+
+def _seeds(key, number, place):
     """[B, 2] uint32 from the row keys [B], the layer's number and the place in it."""
     bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
-    return bits ^ mix(jnp.uint32(layer) * 8 + place)
+    return bits ^ mix(jnp.uint32(number) * 8 + place)
 
 
-def dropout(x, key, layer, place, cfg):
+def dropout(x, key, number, place, cfg):
     """Dropout of x [B, T, D] by row, position and channel; key None or rate 0: x."""
     if key is None or not cfg.dropout:
         return x
     counter = lax.iota(jnp.uint32, x.shape[1] * x.shape[2]).reshape(x.shape[1:])
-    return drop_entries(x, _seeds(key, layer, place), counter, cfg.dropout)
+    return drop_entries(x, _seeds(key, number, place), counter, cfg.dropout)
 
 
 def sinusoids(distances, cfg):
@@ -79,11 +82,11 @@ def attention_of(cfg):
 # the parts; p: one layer's parameters in cfg.dtype
 
 
-def norm(x, p, number):
-    return layer_norm(x, p[f"ln{number}_scale"], p[f"ln{number}_bias"])
+def norm(p, x, sublayer):
+    return layer_norm(x, p[f"ln{sublayer}_scale"], p[f"ln{sublayer}_bias"])
 
 
-def _heads(x, w, cfg):
+def _heads(w, x, cfg):
     """x [B, T, D] by w [D, H, K], or by [D, H * K] in reading, -> [B, H, T, K]."""
     if w.ndim == 3:
         return jnp.einsum("btd,dhk->bhtk", x, w)
@@ -91,45 +94,45 @@ def _heads(x, w, cfg):
     return jnp.einsum("btd,dc->btc", x, w).reshape(*x.shape[:2], cfg.n_head, cfg.d_head).swapaxes(1, 2)
 
 
-def queries(x, p, cfg):
+def queries(p, x, cfg):
     """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
-    q = _heads(x, p["w_q"], cfg)
+    q = _heads(p["w_q"], x, cfg)
     scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
     return ((q + p[bias][:, None]) * scale for bias in ("u", "v"))
 
 
-def keys(x, p, cfg):
+def keys(p, x, cfg):
     """Keys and values [B, H, S, K] of x [B, S, D]."""
-    return _heads(x, p["w_k"], cfg), _heads(x, p["w_v"], cfg)
+    return _heads(p["w_k"], x, cfg), _heads(p["w_v"], x, cfg)
 
 
-def attended(x, out, p, cfg, key=None, number=0):
+def attended(p, x, out, cfg, *, number=0, key=None):
     """The end of the attention sublayer: x [B, T, D] its input, out [B, H, T, K] -> [B, T, D]."""
     out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
     x = x + dropout(out, key, number, 1, cfg)
-    return x if cfg.pre_norm else norm(x, p, 1)
+    return x if cfg.pre_norm else norm(p, x, 1)
 
 
-def attention_layer(x, mem, lo, key, p, positions, number, cfg):
+def attention_layer(p, x, mem, lo, positions, cfg, *, number=0, key=None):
     """The attention sublayer: x [B, T, D] over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]."""
     with jax.named_scope("attention"):
         cat = jnp.concatenate([mem, x], 1)
-        cat = norm(cat, p, 1) if cfg.pre_norm else cat
-        q_u, q_v = queries(cat[:, cfg.mem_len :], p, cfg)
+        cat = norm(p, cat, 1) if cfg.pre_norm else cat
+        q_u, q_v = queries(p, cat[:, cfg.mem_len :], cfg)
         r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
         drop = (_seeds(key, number, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
         window = cfg.mem_len + 1 if cfg.same_length else None
         block = attention_block(cfg, x.shape[1])
-        out = attention_of(cfg)(q_u, q_v, *keys(cat, p, cfg), r, lo, block=block, window=window, drop=drop)
-        return attended(x, out, p, cfg, key, number)
+        out = attention_of(cfg)(q_u, q_v, *keys(p, cat, cfg), r, lo, block=block, window=window, drop=drop)
+        return attended(p, x, out, cfg, number=number, key=key)
 
 
-def feed_forward(x, key, p, number, cfg):
+def feed_forward(p, x, cfg, *, number=0, key=None):
     """The feed-forward sublayer: x [B, T, D] -> [B, T, D]."""
     with jax.named_scope("feed_forward"):
-        y = (norm(x, p, 2) if cfg.pre_norm else x).reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
+        y = (norm(p, x, 2) if cfg.pre_norm else x).reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
         y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"])
         y = dropout(y.reshape(*x.shape[:2], cfg.d_inner), key, number, 2, cfg).reshape(y.shape)
         y = (jnp.einsum("nf,fd->nd", y, p["w_2"]) + p["b_2"]).reshape(x.shape)
         x = x + dropout(y, key, number, 3, cfg)
-        return x if cfg.pre_norm else norm(x, p, 2)
+        return x if cfg.pre_norm else norm(p, x, 2)

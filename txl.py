@@ -241,17 +241,17 @@ def forward(params, ids, mems, cfg, *, key=None, whole=None):
 
         def attend(x, mem, written, lo, key):
             mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
-            return attention_layer(x, mem, lo, key, p, positions, number, cfg)
+            return attention_layer(p, x, mem, lo, positions, cfg, number=number, key=key)
 
         def layer(x, mem, written, lo, key):
-            return feed_forward(attend(x, mem, written, lo, key), key, p, number, cfg)
+            return feed_forward(p, attend(x, mem, written, lo, key), cfg, number=number, key=key)
 
         xs = (x, mem, written, lo, key)
         if cfg.remat == "full":
             return _in_rows(layer, xs, max(256 // T, 1), cfg)
         if attention_block(cfg, T) is None:
             return layer(*xs)
-        return feed_forward(_in_rows(attend, xs, _few(T, cfg), cfg), key, p, number, cfg)
+        return feed_forward(p, _in_rows(attend, xs, _few(T, cfg), cfg), cfg, number=number, key=key)
 
     if whole and cfg.remat == "none":  # keep all for the backward pass but whole weights
         keep = DOTS if attention_block(cfg, T) else lambda prim, *_, **__: prim.name not in MOVES
@@ -296,7 +296,7 @@ def unstack(params, cfg):
     return params | {"layers": tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(cfg.n_layer))}
 
 
-def _positions(distances, p, cfg):
+def _positions(p, distances, cfg):
     return jnp.einsum("xd,dhk->hxk", sinusoids(distances, cfg), p["w_r"])
 
 
@@ -305,7 +305,7 @@ def init_cache(params, cfg, batch):
     # Rows and heads are one axis: with two, XLA on a CPU copies the rings of one row at every token.
     shape = (batch * cfg.n_head, cfg.mem_len + 1, cfg.d_head)
     ring = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.n_layer))
-    r = tuple(_positions(jnp.arange(cfg.mem_len, -1, -1), p, cfg) for p in unstack(params, cfg)["layers"])
+    r = tuple(_positions(p, jnp.arange(cfg.mem_len, -1, -1), cfg) for p in unstack(params, cfg)["layers"])
     return Cache(ring(), ring(), r, jnp.int32(0), jnp.zeros(batch, jnp.int32))
 
 
@@ -326,11 +326,11 @@ def _read_one(q_u, q_v, k, v, r, slot, reach):
     return (out / total).astype(v.dtype).reshape(B, H, 1, K)
 
 
-def _read_many(q_u, q_v, k, v, past, new_k, new_v, lo, slot, p, cfg):
+def _read_many(p, q_u, q_v, k, v, past, new_k, new_v, lo, slot, cfg):
     """Attention of T queries over the rings k, v and their own new keys -> out, rings in order, the oldest at 0."""
     (B, H, T, K), M = q_u.shape, cfg.mem_len
     # Without same_length, later queries of a segment see further than M.
-    far = jnp.zeros((H, T - 1, K), past.dtype) if cfg.same_length else _positions(M + jnp.arange(T - 1, 0, -1), p, cfg)
+    far = jnp.zeros((H, T - 1, K), past.dtype) if cfg.same_length else _positions(p, M + jnp.arange(T - 1, 0, -1), cfg)
     r = lax.dynamic_update_slice_in_dim(jnp.pad(far, ((0, 0), (0, M + 2), (0, 0))), past, T - 1, 1)
     how = dict(block=attention_block(cfg, T), window=M + 1 if cfg.same_length else None)
 
@@ -350,16 +350,16 @@ def read(params, ids, cache, cfg):
     T, rings = ids.shape[1], []
     x, (lo, fill) = embed(params, ids, cfg), first_visible(ids, cache.fill, cfg)
     for p, ring_k, ring_v, r in zip(unstack(params, cfg)["layers"], cache.k, cache.v, cache.r):
-        h = norm(x, p, 1) if cfg.pre_norm else x
-        q_u, q_v = queries(h, p, cfg)
-        new_k, new_v = keys(h, p, cfg)
+        h = norm(p, x, 1) if cfg.pre_norm else x
+        q_u, q_v = queries(p, h, cfg)
+        new_k, new_v = keys(p, h, cfg)
         if T == 1:
             put = lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new.reshape(-1, 1, cfg.d_head), cache.slot, 1)
             ring_k, ring_v = put(ring_k, new_k), put(ring_v, new_v)
             out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cfg.mem_len - lo[:, 0])
         else:
-            out, ring_k, ring_v = _read_many(q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, p, cfg)
-        x = feed_forward(attended(x, out, p, cfg), None, p, 0, cfg)
+            out, ring_k, ring_v = _read_many(p, q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, cfg)
+        x = feed_forward(p, attended(p, x, out, cfg), cfg)
         rings.append((ring_k, ring_v))
     slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(0)
     k, v = zip(*rings)

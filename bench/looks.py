@@ -37,15 +37,15 @@ def looks(params, ids, mems, cfg):
         p = jax.tree.map(lambda a: a[number], txl.stacked_layers(params, cfg))
         mem = jnp.where((jnp.arange(M) >= M - mems.fill[:, None])[..., None], mems.h[number], 0)
         cat = jnp.concatenate([mem, x], 1)
-        cat = layer.norm(cat, p, 1) if cfg.pre_norm else cat
-        q_u, q_v = layer.queries(cat[:, M:], p, cfg)
-        k, _ = layer.keys(cat, p, cfg)
+        cat = layer.norm(p, cat, 1) if cfg.pre_norm else cat
+        q_u, q_v = layer.queries(p, cat[:, M:], cfg)
+        k, _ = layer.keys(p, cat, cfg)
         r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
         values = jnp.broadcast_to(place, (*k.shape[:2], *place.shape))
         mean = attention(q_u, q_v, k, values, r, lo, block=None)  # [B, H, T, 2]
         found.append(((jnp.arange(T) + M - mean[..., 0]).mean((0, 2)), mean[..., 1].mean((0, 2))))
-        x = layer.attention_layer(x, mem, lo, None, p, positions, number, cfg)
-        x = layer.feed_forward(x, None, p, number, cfg)
+        x = layer.attention_layer(p, x, mem, lo, positions, cfg)
+        x = layer.feed_forward(p, x, cfg)
     distance, share = (jnp.stack(part) for part in zip(*found))
     return distance, share, new
 
