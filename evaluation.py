@@ -2,11 +2,49 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import txl
-from step import copies, make_cache, make_eval, spread
+from step import spread, stacked
+
+CACHE_AXES = txl.Cache(0, 0, None, None, 0)  # which axis of a cache counts devices
+# A tree, whole on each of the devices that the second argument has an entry for.
+copies = jax.pmap(lambda tree, _: tree, "device", in_axes=(None, 0), out_axes=None)
+
+
+@cache
+def make_cache(cfg, rows):
+    """An empty cache of `rows` rows on each device, from params and an array with an entry for each device."""
+    empty = lambda params, _: txl.init_cache(params, cfg, rows)
+    return jax.pmap(empty, "device", in_axes=(None, 0), out_axes=CACHE_AXES)
+
+
+def make_eval(cfg):
+    """The evaluation step: params, ids, targets, weights [device, B, T], cache -> summed nats, cache."""
+
+    def step(params, ids, targets, weights, cache):
+        hidden, cache = txl.read(params, ids, cache, cfg)
+        losses = txl.nats(params, hidden, targets, cfg)
+        return lax.psum(jnp.where(weights, losses, 0).sum(), "device"), cache
+
+    axes = (None, 0, 0, 0, CACHE_AXES)
+    return jax.pmap(step, "device", in_axes=axes, out_axes=(None, CACHE_AXES), donate_argnums=4)
+
+
+def eval_shapes(cfg, run, n_devices):
+    """Shapes of what `make_eval`'s function takes: params, ids, targets, weights, cache."""
+    rows = -(-run.eval_batch // n_devices)
+    like = lambda dtype: jax.ShapeDtypeStruct((rows, run.tgt_len), dtype)
+    params = txl.param_shapes(cfg)
+    cache = jax.eval_shape(lambda params: txl.init_cache(params, cfg, rows), params)
+    per_device = cache._replace(r=(), slot=())
+    ids, targets, weights, split = stacked((like(jnp.int32), like(jnp.int32), like(jnp.bool_), per_device), n_devices)
+    return params, ids, targets, weights, split._replace(r=cache.r, slot=cache.slot)
 
 
 def eval_batches(tokens, rows, T):

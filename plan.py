@@ -12,6 +12,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+import evaluation
 import step
 from layer import attention_block
 
@@ -100,8 +101,8 @@ def entry(cfg, run, n_devices, compiled, compiled_eval=None):
 def measure(cfg, run, n_devices):
     """The plan's line for one setting: its step and its evaluation compiled from shapes."""
     compiled = step.compile_step(cfg, run, n_devices)
-    evaluation = step.compile_shapes(step.make_eval(cfg), *step.eval_shapes(cfg, run, n_devices))
-    return entry(cfg, run, n_devices, compiled, evaluation)
+    shapes = evaluation.eval_shapes(cfg, run, n_devices)
+    return entry(cfg, run, n_devices, compiled, step.compile_shapes(evaluation.make_eval(cfg), *shapes))
 
 
 def choose(cfg, run, n_devices, budget):

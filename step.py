@@ -1,4 +1,4 @@
-"""One step of training or evaluation on all devices: the optimizer, the state, the compiled functions.
+"""One step of training on all devices: the optimizer, the state, the compiled function.
 
 Every step runs under `pmap`. What belongs to rows (ids, targets, memory) and shards (see shard.py) have a leading axis,
 one entry a device. What is whole on each device has none, so that XLA can update it in place.
@@ -6,7 +6,7 @@ one entry a device. What is whole on each device has none, so that XLA can updat
 
 import math
 import re
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -37,25 +37,22 @@ def schedule(run):
     return lr
 
 
-def optimizer(run, like=None, group=None):
-    """Clipping by global norm, then adam, adamw (decay of the matrices alone) or muon (Adam for all but matrices).
-
-    group: gradients, parameters and state are shards (see shard.py) of leaves like those of `like`; None: whole.
-    """
-    lr, clip = schedule(run), optax.clip_by_global_norm(run.clip)
-    if group:
-        clip = optax.stateless(lambda grads, _: clipped(grads, shard.norm(grads, group), run.clip))
-    if run.optimizer == "muon":
-        return optax.chain(clip, muon_of_shards(run, like, group) if group else muon(run))
-    decay = optax.identity()
-    if run.optimizer == "adamw":
-        decay = optax.add_decayed_weights(run.weight_decay, is_weight)
-    return optax.chain(clip, optax.scale_by_adam(0.9, run.beta2), decay, optax.scale_by_learning_rate(lr))
-
-
 def clipped(grads, norm, most):
     """Gradients of a global norm of at most `most`."""
     return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), grads)
+
+
+def is_weight(params):
+    """Which parameters are products' weights or embeddings, and not biases or scales."""
+    return jax.tree.map_with_path(lambda path, _: not re.search("bias|scale|b_", path[-1].key), params)
+
+
+def matrices(params):
+    """For Muon: which axes of a layer's weights [L, ...] are a matrix's inputs and outputs; None: not for Muon."""
+    axes = {"w_q": (1, (2, 3)), "w_k": (1, (2, 3)), "w_v": (1, (2, 3)), "w_r": (1, (2, 3)), "w_o": ((1, 2), 3)}
+    axes |= {"w_1": (1, 2), "w_2": (1, 2)}
+    numbers = lambda path, _: optax.contrib.MuonDimensionNumbers(*axes[path[-1].key]) if path[-1].key in axes else None
+    return jax.tree.map_with_path(numbers, params)
 
 
 RMS = 0.2  # updates of a matrix are as large as Adam's, so that one learning rate serves both
@@ -64,6 +61,19 @@ RMS = 0.2  # updates of a matrix are as large as Adam's, so that one learning ra
 def muon(run):
     options = dict(weight_decay=run.weight_decay, consistent_rms=RMS, adam_b2=run.beta2)
     return optax.contrib.muon(schedule(run), **options, muon_weight_dimension_numbers=matrices)
+
+
+def momentum(beta=0.95):
+    """Nesterov's momentum as in optax.contrib.scale_by_muon, in its state."""
+
+    def update(updates, state, params=None):
+        mu, count = optax.tree.update_moment(updates, state.mu, beta, 1), optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(mu, beta, count + 1)
+        now = optax.tree.bias_correction(updates, beta, count)
+        updates = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return updates, state._replace(count=count, mu=mu)
+
+    return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
 
 
 def muon_of_shards(run, like, group):
@@ -86,30 +96,20 @@ def muon_of_shards(run, like, group):
     return optax.partition({"muon": optax.chain(momentum(), directions, decay, rate), "adam": adam}, label)
 
 
-def momentum(beta=0.95):
-    """Nesterov's momentum as in optax.contrib.scale_by_muon, in its state."""
+def optimizer(run, like=None, group=None):
+    """Clipping by global norm, then adam, adamw (decay of the matrices alone) or muon (Adam for all but matrices).
 
-    def update(updates, state, params=None):
-        mu, count = optax.tree.update_moment(updates, state.mu, beta, 1), optax.safe_increment(state.count)
-        ahead = optax.tree.bias_correction(mu, beta, count + 1)
-        now = optax.tree.bias_correction(updates, beta, count)
-        updates = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        return updates, state._replace(count=count, mu=mu)
-
-    return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
-
-
-def is_weight(params):
-    """Which parameters are products' weights or embeddings, and not biases or scales."""
-    return jax.tree.map_with_path(lambda path, _: not re.search("bias|scale|b_", path[-1].key), params)
-
-
-def matrices(params):
-    """For Muon: which axes of a layer's weights [L, ...] are a matrix's inputs and outputs; None: not for Muon."""
-    axes = {"w_q": (1, (2, 3)), "w_k": (1, (2, 3)), "w_v": (1, (2, 3)), "w_r": (1, (2, 3)), "w_o": ((1, 2), 3)}
-    axes |= {"w_1": (1, 2), "w_2": (1, 2)}
-    numbers = lambda path, _: optax.contrib.MuonDimensionNumbers(*axes[path[-1].key]) if path[-1].key in axes else None
-    return jax.tree.map_with_path(numbers, params)
+    group: gradients, parameters and state are shards (see shard.py) of leaves like those of `like`; None: whole.
+    """
+    lr, clip = schedule(run), optax.clip_by_global_norm(run.clip)
+    if group:
+        clip = optax.stateless(lambda grads, _: clipped(grads, shard.norm(grads, group), run.clip))
+    if run.optimizer == "muon":
+        return optax.chain(clip, muon_of_shards(run, like, group) if group else muon(run))
+    decay = optax.identity()
+    if run.optimizer == "adamw":
+        decay = optax.add_decayed_weights(run.weight_decay, is_weight)
+    return optax.chain(clip, optax.scale_by_adam(0.9, run.beta2), decay, optax.scale_by_learning_rate(lr))
 
 
 class State(NamedTuple):
@@ -130,6 +130,18 @@ def init_state(cfg, run, params, rows):
     """A fresh state for `rows` rows; params None: random ones from the seed."""
     params = txl.init_params(jax.random.key(run.seed), cfg) if params is None else params
     return State(params, optimizer(run).init(params), txl.init_mems(cfg, rows))
+
+
+def pieces(tree, n, axis=0):
+    """Host arrays split into n along `axis`, which come first: [n*b, ...] -> [n, b, ...]."""
+    axis_of = lambda a: min(axis, np.ndim(a) - 1)  # rows are axis 1 of Mems.h and the only one of Mems.fill
+    split = lambda a: np.stack(np.split(np.asarray(a), n, axis=axis_of(a)))
+    return jax.tree.map(split, tree)
+
+
+def spread(tree, n_devices, axis=0):
+    """Host arrays split over all devices, device first; of several processes each gets what its own devices take."""
+    return jax.tree.map(lambda a: a[shard.own(n_devices)], pieces(tree, n_devices, axis))
 
 
 def fresh_state(cfg, run, params, n_devices):
@@ -153,6 +165,14 @@ def state_shapes(cfg, run, n_devices):
     size = shard.group_of(run, n_devices).size
     params = shard.shard_shapes(state.params, size) if run.shard == "params" else state.params
     return State(params, shard.shard_shapes(state.opt, size), state.mems)
+
+
+def mean_grads(grads, run, group):
+    """The mean over devices of gradients: whole, or with --shard shards of it."""
+    if run.shard == "none":
+        return lax.pmean(grads, "device")
+    # Gradients of shards are summed over their group already: what gathering them does in reverse.
+    return shard.mean_shards(grads, group) if run.shard == "opt" else shard.mean_over_groups(grads, group)
 
 
 def row_keys(run, step, rows):
@@ -220,12 +240,17 @@ def make_step(cfg, run, n_devices):
     return jax.pmap(step, "device", in_axes=(axes, 0, 0, None), out_axes=(axes, None), donate_argnums=0)
 
 
-def mean_grads(grads, run, group):
-    """The mean over devices of gradients: whole, or with --shard shards of it."""
-    if run.shard == "none":
-        return lax.pmean(grads, "device")
-    # Gradients of shards are summed over their group already: what gathering them does in reverse.
-    return shard.mean_shards(grads, group) if run.shard == "opt" else shard.mean_over_groups(grads, group)
+def stacked(tree, n_devices):
+    """Shapes of one device's arrays -> of all devices', device first."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((n_devices, *a.shape), a.dtype), tree)
+
+
+def shapes(cfg, run, n_devices):
+    """Shapes of what `make_step`'s function takes: state, ids, targets, number."""
+    ids = stacked(jax.ShapeDtypeStruct((run.batch // n_devices, run.tgt_len), jnp.int32), n_devices)
+    each = zip(state_shapes(cfg, run, n_devices), axes_of(run))
+    state = State(*(tree if axis is None else stacked(tree, n_devices) for tree, axis in each))
+    return state, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def compile_shapes(function, *shapes):
@@ -251,39 +276,19 @@ def compile_step(cfg, run, n_devices):
     return step
 
 
-def pieces(tree, n, axis=0):
-    """Host arrays split into n along `axis`, which come first: [n*b, ...] -> [n, b, ...]."""
-    axis_of = lambda a: min(axis, np.ndim(a) - 1)  # rows are axis 1 of Mems.h and the only one of Mems.fill
-    split = lambda a: np.stack(np.split(np.asarray(a), n, axis=axis_of(a)))
-    return jax.tree.map(split, tree)
-
-
-def spread(tree, n_devices, axis=0):
-    """Host arrays split over all devices, device first; of several processes each gets what its own devices take."""
-    return jax.tree.map(lambda a: a[shard.own(n_devices)], pieces(tree, n_devices, axis))
-
-
-@partial(jax.pmap, axis_name="device", in_axes=(AXES,), out_axes=AXES)
-def put(state):
-    """Host arrays onto the devices, placed as steps leave their results: so a step compiles once."""
-    return state
-
-
-def to_devices(state, n_devices, run=None):
+def to_devices(state, n_devices, run):
     """A host state of all rows -> the devices' state, sharded as the run says."""
-    state = state._replace(mems=spread(state.mems, n_devices, axis=1))
-    if run is None or run.shard == "none":
-        return put(state)
-    group = shard.group_of(run, n_devices)
-    params = shard.to_shards(state.params, group) if run.shard == "params" else state.params
-    state = State(params, shard.to_shards(state.opt, group), state.mems)
+    group, (params, opt, mems) = shard.group_of(run, n_devices), state
+    params = shard.to_shards(params, group) if run.shard == "params" else params
+    state = State(params, shard.to_shards(opt, group) if group else opt, spread(mems, n_devices, axis=1))
+    # Placed as steps leave their results: so a step compiles once.
     return jax.pmap(lambda state: state, "device", in_axes=(axes_of(run),), out_axes=axes_of(run))(state)
 
 
-def to_host(state, cfg=None, run=None):
+def to_host(state, cfg, run):
     """The devices' state, sharded as the run says -> host arrays of all rows, whole."""
     params, opt, (h, fill) = state.params, state.opt, shard.fetched(state.mems)  # h [device, L, B, M, D]
-    if run and run.shard != "none":
+    if run.shard != "none":
         like, group = jax.eval_shape(lambda: init_state(cfg, run, None, 1)), shard.group_of(run, len(h))
         opt = shard.from_shards(opt, like.opt, group)
         params = shard.from_shards(params, like.params, group) if run.shard == "params" else params
@@ -298,51 +303,3 @@ def make_whole(cfg, run, n_devices):
         return lambda params: params
     like, group = txl.param_shapes(cfg), shard.group_of(run, n_devices)
     return jax.pmap(lambda params: shard.gather(params, like, group), "device", out_axes=None)
-
-
-CACHE_AXES = txl.Cache(0, 0, None, None, 0)  # which axis of a cache counts devices
-# A tree, whole on each of the devices that the second argument has an entry for.
-copies = jax.pmap(lambda tree, _: tree, "device", in_axes=(None, 0), out_axes=None)
-
-
-@cache
-def make_cache(cfg, rows):
-    """An empty cache of `rows` rows on each device, from params and an array with an entry for each device."""
-    empty = lambda params, _: txl.init_cache(params, cfg, rows)
-    return jax.pmap(empty, "device", in_axes=(None, 0), out_axes=CACHE_AXES)
-
-
-def make_eval(cfg):
-    """The evaluation step: params, ids, targets, weights [device, B, T], cache -> summed nats, cache."""
-
-    def step(params, ids, targets, weights, cache):
-        hidden, cache = txl.read(params, ids, cache, cfg)
-        losses = txl.nats(params, hidden, targets, cfg)
-        return lax.psum(jnp.where(weights, losses, 0).sum(), "device"), cache
-
-    axes = (None, 0, 0, 0, CACHE_AXES)
-    return jax.pmap(step, "device", in_axes=axes, out_axes=(None, CACHE_AXES), donate_argnums=4)
-
-
-def stacked(tree, n_devices):
-    """Shapes of one device's arrays -> of all devices', device first."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((n_devices, *a.shape), a.dtype), tree)
-
-
-def shapes(cfg, run, n_devices):
-    """Shapes of what `make_step`'s function takes: state, ids, targets, number."""
-    ids = stacked(jax.ShapeDtypeStruct((run.batch // n_devices, run.tgt_len), jnp.int32), n_devices)
-    each = zip(state_shapes(cfg, run, n_devices), axes_of(run))
-    state = State(*(tree if axis is None else stacked(tree, n_devices) for tree, axis in each))
-    return state, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)
-
-
-def eval_shapes(cfg, run, n_devices):
-    """Shapes of what `make_eval`'s function takes: params, ids, targets, weights, cache."""
-    rows = -(-run.eval_batch // n_devices)
-    like = lambda dtype: jax.ShapeDtypeStruct((rows, run.tgt_len), dtype)
-    params = txl.param_shapes(cfg)
-    cache = jax.eval_shape(lambda params: txl.init_cache(params, cfg, rows), params)
-    per_device = cache._replace(r=(), slot=())
-    ids, targets, weights, split = stacked((like(jnp.int32), like(jnp.int32), like(jnp.bool_), per_device), n_devices)
-    return params, ids, targets, weights, split._replace(r=cache.r, slot=cache.slot)

@@ -26,8 +26,8 @@ import shard
 import txl
 from data import checkpoint, flags, prepare, tokenizer
 from data.folder import locked, open_log
-from evaluation import bits_per_byte, eval_only, evaluate, judged
-from step import compile_step, fresh_state, init_state, make_eval, make_whole, pieces, to_devices, to_host
+from evaluation import bits_per_byte, eval_only, evaluate, judged, make_eval
+from step import compile_step, fresh_state, init_state, make_whole, pieces, to_devices, to_host
 from stop import signals, start
 
 # what a resumed run may change: all else decides shapes or meaning

@@ -22,11 +22,9 @@ import attention
 import generate
 import plan
 import step
-import train
 import txl
+from bench.memory import BASE, RUN
 
-BASE = txl.Config(n_token=205, n_layer=12, n_head=8, d_model=512, d_head=64, d_inner=2048, mem_len=512)
-RUN = train.Run(batch=22, tgt_len=512, optimizer="adam")
 SMALL = replace(BASE, n_layer=1, n_head=2, d_model=16, d_head=4, d_inner=16, mem_len=8)
 LENGTHS = [(T, K) for K in (64, 128) for T in (2048, 4096, 1024, 512)]  # T = M
 
@@ -119,7 +117,7 @@ def steps(tiny, peak_tflops):
 def timed_step(cfg, run, compiled, peak_tflops):
     """The line of one compiled step: the median of eight, after two that do not count."""
     host = jax.tree.map(np.asarray, step.init_state(cfg, run, None, run.batch))
-    state, took = step.to_devices(host, 1), []
+    state, took = step.to_devices(host, 1, run), []
     ids = np.random.default_rng(0).integers(0, cfg.n_token, (1, run.batch, run.tgt_len), np.int32)
     for i in range(10):
         start = time.perf_counter()

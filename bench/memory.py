@@ -100,7 +100,7 @@ def resident():
 
     thread = threading.Thread(target=watch)
     thread.start()
-    state = step.to_devices(jax.tree.map(np.asarray, step.init_state(cfg, run, None, run.batch)), 1)
+    state = step.to_devices(jax.tree.map(np.asarray, step.init_state(cfg, run, None, run.batch)), 1, run)
     ids = np.zeros((1, run.batch, run.tgt_len), np.int32)
     for _ in range(3):
         state, told = compiled(state, ids, ids, np.int32(0))

@@ -24,8 +24,8 @@ from jax import lax
 
 import txl
 from bench import peers
+from evaluation import CACHE_AXES, copies, make_cache, make_eval
 from generate import BLOCK, How, draw, make_generate
-from step import CACHE_AXES, copies, make_cache, make_eval
 
 HOW = How(1.0, 0, 1.0, 0.0, peers.WIDE["n_token"])  # drawn from all that the model predicts
 TURNS = dict(reuse=6 * BLOCK, many=3 * BLOCK, hidden=BLOCK, recompute=5, port=BLOCK, sum=2)  # steps of a turn

@@ -14,6 +14,7 @@ import plan
 import step
 import train
 import txl
+from evaluation import eval_shapes, make_eval
 
 SMALL = txl.Config(n_token=97, n_layer=2, n_head=2, d_model=64, d_head=24, d_inner=80, mem_len=32, dropout=0.1)
 RUN = train.Run(batch=4, tgt_len=48, steps=10, optimizer="adam")
@@ -156,7 +157,7 @@ def test_temporaries_of_the_thrifty_step_grow_linearly_with_segment_and_memory()
 def test_donation_covers_the_whole_state_and_evaluation_has_one_copy_of_the_parameters():
     state = step.shapes(SMALL, RUN, 1)[0]
     assert compiled(SMALL).memory_analysis().alias_size_in_bytes >= plan.nbytes(state)
-    evaluation = step.make_eval(SMALL).lower(*step.eval_shapes(SMALL, RUN, 1)).compile()
+    evaluation = make_eval(SMALL).lower(*eval_shapes(SMALL, RUN, 1)).compile()
     params = plan.nbytes(state.params)
     assert params < plan.total(evaluation) < 2 * params + 2**22
     assert np.isfinite(params)

@@ -64,7 +64,7 @@ def recorded(tmp_path_factory):
     """(folder, rows, wall ms) of a few steps on two devices."""
     cfg = txl.Config(n_token=31, n_layer=3, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
     run = train.Run(batch=4, tgt_len=7)
-    state = train.to_devices(jax.tree.map(np.asarray, train.init_state(cfg, run, make_params(cfg), run.batch)), 2)
+    state = train.to_devices(jax.tree.map(np.asarray, train.init_state(cfg, run, make_params(cfg), run.batch)), 2, run)
     ids = make_ids(cfg, 2, run.batch // 2, run.tgt_len)
     step, wall = make_step(cfg, run, 2), []
     compiled = step.lower(state, ids, ids, 0).compile()

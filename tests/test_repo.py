@@ -19,7 +19,8 @@ LAYERS = (  # each imports only from those before it
     {"layer"},
     {"txl"},
     {"step"},
-    {"evaluation", "generate", "plan", "scoring"},
+    {"evaluation"},
+    {"generate", "plan", "scoring"},
     {"train"},
     {"sample"},
 )

@@ -163,13 +163,13 @@ def small_step(rows, parts, dropout=0.2, mem_len=9, steps=3, fresh=False):
         batch=rows, tgt_len=8, batch_chunk=parts, steps=STEPS, warmup=3, lr=1e-3, optimizer="adamw", clip=0.25
     )
     host = jax.tree.map(np.asarray, train.init_state(cfg, run, None, rows))
-    state, step, told = train.to_devices(host, 1), make_step(cfg, run, 1), []
+    state, step, told = train.to_devices(host, 1, run), make_step(cfg, run, 1), []
     for number in range(steps):
         batch = train.batch_at(TRAIN, rows, 8 * number, 8)
-        state = state._replace(mems=train.to_devices(host, 1).mems) if fresh else state
+        state = state._replace(mems=train.to_devices(host, 1, run).mems) if fresh else state
         state, out = step(state, *spread(batch, 1), number)
         told.append(float(out[0]))
-    return train.to_host(state), told
+    return train.to_host(state, cfg, run), told
 
 
 def test_a_batch_of_8_in_2_parts_is_the_batch_of_8_with_dropout_on():
