@@ -175,10 +175,18 @@ def mean_grads(grads, run, group):
     return shard.mean_shards(grads, group) if run.shard == "opt" else shard.mean_over_groups(grads, group)
 
 
-def row_keys(run, step, rows):
-    """Dropout keys of global rows [B] at a step."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(run.seed), 1), step)
+def row_keys(run, step, rows, purpose):
+    """Keys of global rows [B] at a step; purpose: 1 dropout, 2 emptying memory."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(run.seed), purpose), step)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+
+def reset(mems, run, step, rows):
+    """Memory of global rows [B], emptied for a share `run.mem_reset` of them: a text begins with none."""
+    if not run.mem_reset:
+        return mems
+    chosen = jax.vmap(lambda key: jax.random.bernoulli(key, run.mem_reset))(row_keys(run, step, rows, 2))
+    return mems._replace(fill=jnp.where(chosen, 0, mems.fill))
 
 
 def in_parts(grads_of, cfg, parts):
@@ -216,8 +224,9 @@ def make_step(cfg, run, n_devices):
     grads_of = grads_of if run.batch_chunk == 1 else in_parts(grads_of, cfg, run.batch_chunk)
 
     def step(state, ids, targets, number):
-        keys = row_keys(run, number, lax.axis_index("device") * rows + jnp.arange(rows))
-        (loss, mems), grads = grads_of(state.params, ids, targets, state.mems, keys)
+        own = lax.axis_index("device") * rows + jnp.arange(rows)
+        mems, keys = reset(state.mems, run, number, own), row_keys(run, number, own, 1)
+        (loss, mems), grads = grads_of(state.params, ids, targets, mems, keys)
         loss, grads = lax.pmean(loss, "device"), mean_grads(grads, run, group)
         with jax.named_scope("optimizer"):
             params = shard.cut(state.params, group) if run.shard == "opt" else state.params

@@ -37,7 +37,7 @@ FREE += ("dtype", "layer_rows", "reset_on")
 CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json", "plan", "memory_budget")
 CALL += ("mem_fraction", "preallocate", "profile", "shard_group", "coordinator", "process_id", "n_processes")
 # the least value of a number; of all others whole ones start at 1, and fractions are more than 0
-LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction"), 0)
+LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction", "mem_reset"), 0)
 LEAST |= dict.fromkeys(("skip_nonfinite", "shard_group", "process_id", "n_processes"), 0)
 
 EXAMPLES = (
@@ -66,6 +66,7 @@ class Run:
     beta2: float = 0.99  # Adam's second decay rate
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient
+    mem_reset: float = 0.01  # share of rows whose memory is emptied at each step: a text begins with none
     skip_nonfinite: int = 0  # steps in a row that are skipped where the loss or gradient is NaN or infinite; 0: stop
     seed: int = 1  # of the initial weights and of dropout
     # evaluation
@@ -112,7 +113,7 @@ class Run:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {names}")
         if self.memory_budget:
             plan.budget(self.memory_budget)
-        for name in ("beta2", "lr_min", "mem_fraction"):
+        for name in ("beta2", "lr_min", "mem_fraction", "mem_reset"):
             if getattr(self, name) > 1 or (name == "beta2" and self.beta2 == 1):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give at most 1")
         if self.resume and self.init:

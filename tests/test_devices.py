@@ -28,7 +28,7 @@ SIZES = dict(n_token=7, n_layer=5, n_head=2, d_model=30, d_head=11, d_inner=94, 
 CFG = txl.Config(**SIZES, dropout=0.2, dropatt=0.1, attention="dense")
 FULL = dataclasses.replace(CFG, remat="full", attention="chunked", attn_block=4, layer_rows=1)
 DOTS = dataclasses.replace(CFG, remat="dots", attention="chunked", attn_block=5)
-RUN = train.Run(batch=8, tgt_len=9, steps=10, warmup=2, clip=0.25)
+RUN = train.Run(batch=8, tgt_len=9, steps=10, warmup=2, clip=0.25, mem_reset=0.1)
 QUARTERS = [("adamw", 4, CFG, dict(shard=kind)) for kind in ("none", "opt", "params")]
 CASES = QUARTERS + [
     ("muon", 4, CFG, dict(shard="opt", batch_chunk=2)),

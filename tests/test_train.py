@@ -475,6 +475,21 @@ def test_200_steps_on_abcabc_learn_that_b_follows_a_and_the_newest_run_says_so(a
     _, steps, evals = log(place / "runs" / "abc-1")
     assert steps[-1]["loss_nats"] < 0.01 and all(e["loss_nats"] < 0.01 for e in evals[-2:])
     assert call(sample.main, prompt="abca", n_tokens=20, temperature=0).out == "abcabcabcabcabcabcabcabc\n"
+    assert call(sample.main, prompt="a", n_tokens=5, temperature=0).out == "abcabc\n"  # from empty memory, too
+
+
+def test_each_step_empties_the_memory_of_a_share_of_the_rows():
+    cfg, seen = txl.Config(n_layer=1, n_head=1, d_model=6, d_head=4, d_inner=5, mem_len=9), []
+    ids = np.zeros((1, 64, 4), np.int32)
+    for share in (0.25, 0.0):
+        run = train.Run(batch=64, tgt_len=4, mem_reset=share, optimizer="adam")
+        step = train.compile_step(cfg, run, 1)
+        for number in (0, 1, 1):
+            state = train.fresh_state(cfg, run, None, 1)
+            full = state._replace(mems=state.mems._replace(fill=state.mems.fill + 9))
+            seen.append(np.asarray(step(full, ids, ids, np.int32(number))[0].mems.fill)[0])
+    assert {*np.concatenate(seen[:3])} == {4, 9} and all(6 < (fill == 4).sum() < 26 for fill in seen[:3])
+    assert (seen[1] == seen[2]).all() and (seen[0] != seen[1]).any() and (np.array(seen[3:]) == 9).all()
 
 
 def test_the_console_tells_each_logged_step_each_evaluation_and_at_the_end_a_sample_and_the_folder(abc):
