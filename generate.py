@@ -24,13 +24,13 @@ class How(NamedTuple):
 
 
 def draw(logits, key, how):
-    """An id from logits [V] as `how` says, in float32; -1 where one is NaN or inf.
+    """An id from logits [V] as `how` says, in float32; -1 where one is NaN or inf, or all are -inf.
 
     top_p keeps a token while the mass of the more likely ones is below it (Holtzman et al. 2019, arXiv:1904.09751),
     min_p while it has this share of the largest probability (Nguyen et al. 2024, arXiv:2407.01082).
     """
     logits = logits.astype(jnp.float32)
-    bad = ~(logits.max() < jnp.inf)  # NaN is never less
+    bad = ~(jnp.abs(logits.max()) < jnp.inf)  # NaN is never less
     if how.temperature == 0:
         return jnp.where(bad, -1, logits.argmax())
     # The largest score is 0, so that no temperature, however small, makes infinities of both signs.

@@ -85,8 +85,9 @@ class Config:
             elif type(value) is not kind:
                 raise ValueError(f"{f.name}={value!r} is a {type(value).__name__}: give a {kind.__name__}")
             low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk", "layer_rows", "reset_on") else 1
-            if kind is int and value < low and (f.name, value) not in (("clamp_len", -1), ("reset_on", -1)):
-                raise ValueError(f"{f.name}={value} is out of range: give {low} or more")
+            off = f.name in ("clamp_len", "reset_on")  # -1
+            if kind is int and value < low and not (off and value == -1):
+                raise ValueError(f"{f.name}={value} is out of range: give {'-1, ' * off}{low} or more")
             if kind is int and value >= 2**31:
                 raise ValueError(f"{f.name}={value} is out of range: give less than 2**31")
         for name in ("dropout", "dropatt"):
@@ -347,7 +348,11 @@ def _read_many(p, q_u, q_v, k, v, past, new_k, new_v, lo, slot, cfg):
 
 def read(params, ids, cache, cfg):
     """ids [B, T] -> hidden [B, T, D], new cache: what `forward` gives for the same cut of the text."""
-    T, rings = ids.shape[1], []
+    (B, T), rings = ids.shape, []
+    found, want = cache.k[0].shape, (B * cfg.n_head, cfg.mem_len + 1, cfg.d_head)
+    if (len(cache.k), found, cache.fill.shape) != (cfg.n_layer, want, (B,)):
+        found = f"{len(cache.k)} layers of [B * n_head, mem_len + 1, d_head] {found}, fill {cache.fill.shape}"
+        raise ValueError(f"cache is {found}: ids {ids.shape} and config want {cfg.n_layer} of {want}, fill {(B,)}")
     x, (lo, fill) = embed(params, ids, cfg), first_visible(ids, cache.fill, cfg)
     for p, ring_k, ring_v, r in zip(unstack(params, cfg)["layers"], cache.k, cache.v, cache.r):
         h = norm(p, x, 1) if cfg.pre_norm else x

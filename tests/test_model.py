@@ -398,6 +398,14 @@ def test_memory_of_another_batch_or_config_is_refused_naming_both_sizes():
         with pytest.raises(ValueError) as e:
             txl.forward(params, ids, mems, SMALL)
         assert found in str(e.value) and "(2, 3, 4, 10)" in str(e.value) and "\n" not in str(e.value)
+    for cfg, rows, found in (
+        (small(mem_len=5), 3, "(9, 6, 5)"),
+        (SMALL, 1, "(3, 5, 5)"),
+        (small(n_layer=3), 3, "3 layers"),
+    ):
+        with pytest.raises(ValueError) as e:
+            txl.read(params, ids[:, :1], txl.init_cache(make_params(cfg), cfg, rows), SMALL)
+        assert found in str(e.value) and "2 of (9, 5, 5)" in str(e.value) and "\n" not in str(e.value)
 
 
 def test_calls_share_no_state():
@@ -478,6 +486,22 @@ def test_a_document_has_no_gradient_from_the_one_before():
 
     grads = jax.jit(jax.grad(loss))(params, ids)["embed_0"]
     assert (grads[:10] == 0).all() and (np.abs(grads[SEP]) > 0).any()
+
+
+def test_a_document_s_gradients_depend_on_the_one_before_only_without_reset_on():
+    texts = documents(1, (5,), 3), documents(1, (5,), 4)
+    texts[1][:, 5:] = texts[0][:, 5:]  # the separator and what follows
+    for reset in (True, False):
+        cfg = small(reset_on=SEP if reset else -1, mem_len=9)
+
+        @jax.jit
+        def second(params, ids, cfg=cfg):
+            """Of the second segment, over memory that holds both documents."""
+            _, mems = txl.forward(params, ids[:, :8], make_mems(cfg, 1), cfg)
+            return txl.forward(params, ids[:, 8:], mems, cfg)[0].sum()
+
+        one, two = (jax.grad(second)(make_params(cfg), ids) for ids in texts)
+        assert (worst(one["layers"]["w_v"], two["layers"]["w_v"]) > 1e-5) == (not reset), reset
 
 
 # options that change bytes and no result

@@ -126,7 +126,9 @@ def test_draws_have_the_probabilities_of_the_logits_and_the_temperature():
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
 def test_logits_that_are_not_finite_draw_minus_1_and_never_an_id(bad, options):
     logits = np.float32([1, bad, 3, 2])
-    assert set(np.asarray(draws(logits, jax.random.split(jax.random.key(0), 9), how(**options))).tolist()) == {-1}
+    keys = jax.random.split(jax.random.key(0), 9)
+    assert set(np.asarray(draws(logits, keys, how(**options))).tolist()) == {-1}
+    assert set(np.asarray(draws(np.full(4, -np.inf, np.float32), keys, how(**options))).tolist()) == {-1}
 
 
 def test_uniform_logits_of_50_000_ids_in_bfloat16_are_drawn_without_bias():
