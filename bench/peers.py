@@ -42,6 +42,7 @@ SHAPES = {  # names of txl.Config, and the two that are a run's: batch and tgt_l
     ),
     "quality": {},
 }
+ADAM = dict(optimizer="adam", lr=2.5e-4, schedule="constant", warmup=0, beta2=0.999, clip=0.25)  # the port's, below
 GPT = dict(n_token=65, n_layer=4, n_head=4, d_model=128, context=64, batch=12, steps=2000, warmup=100, lr=1e-3,
            min_lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1, clip=1.0)  # nanoGPT's laptop setting # fmt: skip
 
@@ -171,7 +172,7 @@ def ours_worker(shape):
     jax.devices()  # starts the backend, which is part of importing it
     ready = {"after_imports_mib": status_mib("VmRSS"), "versions": f"jax {jax.__version__} optax {optax.__version__}"}
     cfg = txl.Config(**{"dropout": 0.0} | {k: v for k, v in shape.items() if k not in ("batch", "tgt_len", "run")})
-    optimizer = recipe(Run(**{"optimizer": "adam", "lr": 2.5e-4, "schedule": "constant"} | shape.get("run", {})))
+    optimizer = recipe(Run(**ADAM | shape.get("run", {})))
 
     def init(key):
         params = txl.init_params(key, cfg)

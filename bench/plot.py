@@ -10,8 +10,6 @@ from pathlib import Path
 import figures
 
 RESULTS = Path(__file__).parent / "results"
-# nanoGPT's laptop setting, its own code on tinyshakespeare: valid nats every 250 steps
-CLOCK_NATS = (2.445, 2.314, 2.191, 2.053, 2.009, 1.923, 1.892, 1.886)
 
 
 def lines(name):
@@ -21,11 +19,11 @@ def lines(name):
 
 def quality(plt):
     """Valid loss over seconds of training, ours beside the clock's."""
-    clock = lines("peers_clock.jsonl")[0]
+    (clock,), trained = lines("peers_clock.jsonl"), lines("peers_quality.jsonl")
     ours = [entry for entry in lines("quality.jsonl") if entry.get("split") == "valid"]
     figure, axes = plt.subplots(figsize=(6, 3.6))
-    seconds = [250 * (i + 1) * clock["clock_step_ms"] / 1e3 for i in range(len(CLOCK_NATS))]
-    axes.plot(seconds, CLOCK_NATS, "o--", color="0.5", label="nanoGPT's laptop setting, PyTorch")
+    seconds, nats = [e["step"] * clock["clock_step_ms"] / 1e3 for e in trained], [e["valid_nats"] for e in trained]
+    axes.plot(seconds, nats, "o--", color="0.5", label="nanoGPT's laptop setting, PyTorch")
     axes.plot([e["step"] * clock["ours_step_ms"] / 1e3 for e in ours], [e["loss_nats"] for e in ours], label="txl")
     axes.set(xlabel="seconds of training, 2 CPU cores", ylabel="valid loss, nats per character", ylim=(1.55, 2.6))
     axes.legend()
