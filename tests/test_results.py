@@ -97,8 +97,15 @@ def test_figures_in_the_text_are_those_that_were_measured():
     said += [f"a run of {resident['plan_mib']} MiB by the plan grew this process's resident memory"]
     said += [f"by {resident['grown_mib']} MiB"]
     said += [f"One device with all 24 rows needs {results('devices', devices=1)[0]['total_mib']:,.0f}"]
-    opt, params = (results("devices", what="time", optimizer="muon", shard=kind)[0] for kind in ("opt", "params"))
-    said += [f"takes {opt['ratio']:.2f} (opt) and {params['ratio']:.2f} (params) of its time"]
+    ratio = {(e["optimizer"], e["shard"]): f"{e['ratio']:.2f}" for e in results("devices", what="time")}
+    said += [f"takes {ratio['muon', 'opt']} (opt) and {ratio['muon', 'params']} (params) of its time; with Adam"]
+    said += [f"with Adam {ratio['adam', 'opt']} and {ratio['adam', 'params']}."]
+    (clock,), trained = results("peers_clock"), results("peers_quality")
+    said += [f"our copy of it in PyTorch at {trained[-1]['valid_nats']:.3f}, in {clock['clock_full_s']:.0f} s here"]
+    for steps in (290, 960):
+        found = results(f"quality{'_290' * (steps == 290)}", step=steps, split="valid")[-1]["loss_nats"]
+        share = steps / clock["ours_steps_in_clock_full"]
+        said += [f"at {found:.3f} after {steps} steps, {share * 100:.0f}% of "]
     (last,) = results("reading", part="flat", what="kept", tokens=99_892)
     said += [f"A token after 99,892 others takes {last['ratio']:.2f} of the time of one after 100"]
     training, generating = (entry for entry in results("faults") if "resident_growth" in entry)
