@@ -35,7 +35,7 @@ FREE = ("mem_len", "dropout", "dropatt", "clamp_len", "same_length", "remat", "a
 FREE += ("dtype", "layer_rows", "reset_on")
 # what a resumed run does not inherit
 CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "json", "plan", "memory_budget")
-CALL += ("mem_fraction", "preallocate", "profile", "shard_group", "coordinator", "process_id", "n_processes")
+CALL += ("mem_fraction", "preallocate", "profile", "coordinator", "process_id", "n_processes")
 # the least value of a number; of all others whole ones start at 1, and fractions are more than 0
 LEAST = dict.fromkeys(("seed", "weight_decay", "warmup", "devices", "lr_min", "mem_fraction", "mem_reset"), 0)
 LEAST |= dict.fromkeys(("skip_nonfinite", "shard_group", "process_id", "n_processes"), 0)
@@ -118,8 +118,6 @@ class Run:
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give at most 1")
         if self.resume and self.init:
             raise ValueError("resume and init are both given: --resume goes on with a run, --init starts a new one")
-        if self.shard_group and self.shard == "none":
-            raise ValueError(f"shard_group={self.shard_group} is for --shard opt or params: give it, or leave it out")
         shard.check_machines(self)
         if self.run and not self.eval_only:
             raise ValueError(f"run={self.run} is for --eval_only: give --resume or --init to train from it")
@@ -255,6 +253,24 @@ def chosen(cls, given):
     return {f.name: given[f.name] for f in fields(cls) if f.name in given}
 
 
+def check_given(given):
+    """ValueError for a flag that means nothing beside the others that were given."""
+    if "split" in given and not given.get("eval_only"):
+        raise ValueError(f"split={given['split']} is for --eval_only: give it, or leave --split out")
+    for name in ("resume", "init", "out", "plan", "profile", "memory_budget") if given.get("eval_only") else ():
+        if given.get(name):
+            raise ValueError(f"{name}={given[name]} is for training: --eval_only reads --run, so leave --{name} out")
+
+
+def inherited(run, given, source):
+    """The run with a checkpoint's flags where none were given, but for those of one call."""
+    had = source.run["flags"]
+    run = replace(run, **{k: v for k, v in had.items() if k not in given and k not in CALL}, out=run.resume)
+    if run.resume and run.optimizer != had["optimizer"]:
+        raise ValueError(f"optimizer: checkpoint {had['optimizer']}, asked {run.optimizer}: leave it out")
+    return run if run.shard != "none" or "shard_group" in given else replace(run, shard_group=0)
+
+
 def recode(corpus, vocab):
     """The corpus in a checkpoint's vocabulary."""
     text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
@@ -286,6 +302,7 @@ def config_of(given, run, vocab, source):
 def settle(given):
     """Flags given -> (cfg, run, corpus, checkpoint or None): everything decided and checked before any compiling."""
     run, source = Run(**chosen(Run, given)), None
+    check_given(given)
     if run.resume == "auto":
         if not run.out:
             raise ValueError("--resume auto needs --out DIR, the folder to go on with or to start in")
@@ -295,12 +312,9 @@ def settle(given):
     elif run.resume or run.init:
         source = load(checkpoint.newest(run.resume, say) if run.resume else run.init)
     if source and (run.resume or run.eval_only):
-        kept = {k: v for k, v in source.run["flags"].items() if k not in given and k not in CALL}
-        run, had = replace(run, **kept, out=run.resume), source.run["flags"]["optimizer"]
-        if run.resume and run.optimizer != had:
-            raise ValueError(f"optimizer: checkpoint {had}, asked {run.optimizer}: leave it out")
-    if "split" in given and not run.eval_only:
-        raise ValueError(f"split={run.split} is for --eval_only: give it, or leave --split out")
+        run = inherited(run, given, source)
+    if run.shard_group and run.shard == "none":
+        raise ValueError(f"shard_group={run.shard_group} is for --shard opt or params: give it, or leave it out")
     corpus = prepare.load(run.data or None, run.tokenizer or None)
     vocab = source.vocab if source else corpus.vocab
     if corpus.vocab != vocab:

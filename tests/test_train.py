@@ -454,6 +454,12 @@ def test_evaluation_needs_a_run_and_a_split_with_a_target(base, tmp_path, monkey
     refused(call(train.main, "--eval_only", run="nowhere"), "nowhere")
 
 
+@pytest.mark.parametrize("name", ["resume", "init", "out", "plan", "profile", "memory_budget"])
+def test_flags_of_training_are_refused_in_an_evaluation_and_never_passed_over(name, base, text):
+    value = {"plan": True, "memory_budget": "6GiB"}.get(name, base.folder)
+    refused(call(train.main, "--eval_only", data=text, **{name: value}), f"{name}={value}", "--eval_only", "--run")
+
+
 # the main job
 
 
@@ -940,6 +946,19 @@ def test_a_checkpoint_with_fewer_ids_than_its_vocabulary_is_refused_naming_both(
     write_raw(tmp_path / "last.npz", meta, arrays)
     refused(call(train.main, "--eval_only", run=tmp_path, data=text), "n_token=100", "256")
     refused(call(sample.main, run=tmp_path, prompt="az\u00e9"), "id 195", "100")
+
+
+def test_the_group_of_devices_comes_with_the_sharding_that_a_run_was_trained_with(base, tmp_path, text):
+    meta, arrays = raw(base.folder / "last.npz")
+    meta["run"]["flags"] |= dict(shard="params", shard_group=2)
+    write_raw(tmp_path / "last.npz", meta, arrays)
+    settled = lambda **flags: train.settle(dict(data=str(text)) | flags)[1]
+    shared = lambda run: (run.shard, run.shard_group)
+    resume = dict(resume=str(tmp_path))
+    assert shared(settled(**resume)) == ("params", 2) and shared(settled(**resume, shard_group=4)) == ("params", 4)
+    assert shared(settled(**resume, shard="none")) == ("none", 0)
+    assert shared(settled(eval_only=True, run=str(tmp_path), shard_group=3)) == ("params", 3)
+    refused(call(train.main, steps=STEPS + 1, devices=3, batch=3, **resume), "shard_group=2 does not divide 3 devices")
 
 
 def test_another_optimizer_on_resume_is_one_line(base, tmp_path):
