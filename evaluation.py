@@ -88,6 +88,8 @@ def eval_only(cfg, run, corpus, source, lengths, n_devices):
     if len(tokens) < 2:
         raise ValueError(f"{run.split} split has {len(tokens)} tokens, need at least 2: give a longer text")
     configs = [replace(cfg, mem_len=n) for n in lengths]
+    longest = -(-(len(tokens) - 1) // min(run.eval_batch, len(tokens) - 1))
+    run = replace(run, tgt_len=min(run.tgt_len, longest))  # more would be padding, of any size
     params = copies(txl.unstack(source.params, cfg), spread(np.zeros(n_devices), n_devices))
     for n, sized in zip(lengths, configs):
         found = evaluate(make_eval(sized), params, tokens, sized, run, n_devices)

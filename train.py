@@ -238,6 +238,14 @@ def line(entry, run):
     return f"{head}  {speed}  mem {memory}  left {took(entry['left_s'] or 0)}"
 
 
+def introduce(cfg, corpus, split, n_devices, place):
+    """Says what computes, which model, from or to which place, and on which text."""
+    device, size = jax.local_devices()[0], f"{txl.count_params(cfg):,} parameters"
+    say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {size}; {place}")
+    tokens = f"{len(getattr(corpus, split)):,} {'training' if split == 'train' else split} tokens"
+    say(f"{corpus.source}; sha256 {corpus.sha256}; {tokens}, vocabulary {cfg.n_token}")
+
+
 def write_log(file, entry, run):
     """Appends an entry to the log and prints it."""
     file.write(json.dumps(entry) + "\n")
@@ -295,6 +303,11 @@ def config_of(given, run, vocab, source):
         cfg = txl.Config(**{"n_token": tokenizer.size(vocab), **asked})
     if cfg.n_token < tokenizer.size(vocab):
         raise ValueError(f"n_token={cfg.n_token} is less than the vocabulary's {tokenizer.size(vocab)}: leave it out")
+    if cfg.mem_len + run.tgt_len >= 2**31:
+        found = f"mem_len={cfg.mem_len} and tgt_len={run.tgt_len} are out of range"
+        raise ValueError(f"{found}: give less than 2**31 together")
+    if cfg.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError("dtype=float64 needs JAX_ENABLE_X64=1: set it, or give float32")
     txl.attention_of(cfg)  # ValueError where no device can run it
     return cfg
 
@@ -515,9 +528,15 @@ def train(cfg, run, corpus, source, n_devices, folder, stop):
 def print_evaluations(cfg, run, corpus, source, lengths, n_devices):
     """Evaluates a checkpoint, with each of several memory lengths where `lengths` is a tuple; then draws them."""
     several, entries = isinstance(lengths, tuple), []
-    for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
-        entries.append(entry)
-        print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+    try:
+        for entry in eval_only(cfg, run, corpus, source, lengths if several else (cfg.mem_len,), n_devices):
+            entries.append(entry)
+            print(json.dumps(entry) if run.json else line(entry, run), flush=True)
+    except jax.errors.JaxRuntimeError as e:
+        if not plan.ran_out(e):
+            raise
+        less = "a smaller --eval_batch, --mem_len or --tgt_len, --attention chunked, --dtype bfloat16"
+        sys.exit(f"train.py: out of memory: give {less}, or more --devices")
     if several and jax.process_index() == 0:
         say(figures.lengths(entries, Path(source.run["path"]).parent / f"mem_len_{run.split}.png"))
 
@@ -560,6 +579,7 @@ def main(argv=None):
         shard.connect(run)
         n_devices = shard.count_devices(run)
         if run.eval_only:
+            introduce(cfg, corpus, run.split, n_devices, f"{source.run['path']}, step {source.run['step']}")
             return print_evaluations(cfg, run, corpus, source, given.get("mem_len"), n_devices)
         if run.plan:
             return print_plan(cfg, run, n_devices)
@@ -575,10 +595,7 @@ def main(argv=None):
         folder = Path(folder or checkpoint.new_folder(run.out, corpus.name, given.get("resume") == "auto"))
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")
-    device = jax.local_devices()[0]
-    size = f"{txl.count_params(cfg):,} parameters"
-    say(f"jax {jax.__version__}, {device.platform}, {n_devices} x {device.device_kind}; {size}; {folder}")
-    say(f"{corpus.source}; sha256 {corpus.sha256}; {len(corpus.train):,} training tokens, vocabulary {cfg.n_token}")
+    introduce(cfg, corpus, "train", n_devices, folder)
     shard.announce(folder)
     try:
         with locked(folder, say) if jax.process_index() == 0 else contextlib.nullcontext(), signals() as stop:

@@ -408,7 +408,9 @@ def test_memory_lengths_are_evaluated_one_after_the_other_and_drawn(base, one_tx
     assert run.code is None, run
     alone = [evaluated(base, one_txt, mem_len=n) for n in (0, 9, 30)]
     assert run.entries() == alone and [entry["mem_len"] for entry in alone] == [0, 9, 30]
-    bars, losses = [line.count("#") for line in run.err.splitlines()[1:4]], [entry["bpb"] for entry in alone]
+    assert f"jax {jax.__version__}, cpu, 1 x" in run.err and f"{base.folder / 'best.npz'}, step 60" in run.err
+    assert "1,003 valid tokens" in run.err
+    bars, losses = [line.count("#") for line in run.err.splitlines()[3:6]], [entry["bpb"] for entry in alone]
     assert [bar for _, bar in sorted(zip(losses, bars))] == sorted(bars) and (min(bars), max(bars)) == (1, 51)
     refused(call(train.main, data=one_txt, mem_len="0,9"), "mem_len=(0, 9)", "--eval_only")
 
@@ -441,6 +443,14 @@ def test_an_evaluation_may_be_longer_than_mem_len_and_the_trained_length_togethe
         evaluated(base, one_txt)["loss_nats"], abs=0.2
     )
     assert evaluated(base, one_txt, tgt_len=50, mem_len=3)["targets"] == 1002
+    whole = evaluated(base, one_txt, tgt_len=334)  # a row
+    assert evaluated(base, one_txt, tgt_len=2**30)["loss_nats"] == whole["loss_nats"]
+
+
+def test_an_evaluation_that_no_memory_has_room_for_ends_in_one_line(base, one_txt):
+    judge = lambda **flags: call(train.main, "--eval_only", run=base.folder, data=one_txt, devices=1, **flags)
+    refused(judge(mem_len=10**9, eval_batch=1002), "out of memory", "--eval_batch", "--mem_len", "--dtype bfloat16")
+    refused(judge(mem_len=2**31 - 1), f"mem_len={2**31 - 1}", "tgt_len=8", "less than 2**31 together")
 
 
 def test_evaluation_needs_a_run_and_a_split_with_a_target(base, tmp_path, monkeypatch):
@@ -718,6 +728,7 @@ def test_a_resumed_run_may_be_evaluated_on_other_data_and_fine_tuned_runs_resume
 def test_resume_refuses_another_size_naming_checkpoint_and_asked(base):
     refused(call(train.main, resume=base.folder, n_layer=3), "n_layer: checkpoint 2, asked 3")
     refused(call(train.main, init=base.folder, data="x", d_model=18), "x: no such file")
+    refused(call(train.main, resume=base.folder, dtype="float64"), "dtype=float64", "JAX_ENABLE_X64=1", "float32")
     refused(call(train.main, resume=base.folder, n_token=300), "n_token: checkpoint 256, asked 300")
 
 
