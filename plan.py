@@ -4,9 +4,11 @@ Settings that change no result beyond rounding are compiled one after the other,
 and XLA's own figures for each are told: temporaries + arguments + outputs - what is updated in place.
 """
 
+import json
 import math
 import os
 import re
+import sys
 from dataclasses import replace
 
 import jax
@@ -65,6 +67,32 @@ def recompute(cfg, run):
 def nbytes(tree):
     """Bytes of a pytree of arrays or shapes."""
     return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
+
+
+def device_stats():
+    """What the first device tells of its memory; {} where the backend tells nothing."""
+    try:
+        return jax.local_devices()[0].memory_stats() or {}
+    except (RuntimeError, NotImplementedError):  # some backends raise instead of giving None
+        return {}
+
+
+def memory_mib():
+    """(MiB, whose): the devices' peak where the backend tells, else this process's peak resident memory, else None."""
+    if peak := device_stats().get("peak_bytes_in_use"):
+        return peak / MIB, "device peak"
+    try:
+        import resource
+    except ImportError:
+        return None, "unknown"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (MIB if sys.platform == "darwin" else 2**10), "process peak"
+
+
+def largest_arrays():
+    """The five largest arrays on the devices, as text."""
+    arrays = sorted(jax.live_arrays(), key=lambda a: -a.nbytes)[:5]
+    return ", ".join(f"{a.dtype}{list(a.shape)} {a.nbytes / MIB:,.0f} MiB" for a in arrays) or "none"
 
 
 def ran_out(error):
@@ -143,6 +171,17 @@ def table(entries, mark="what the flags ask for"):
     return "\n".join([*lines, f"* {mark}"])
 
 
+def show(cfg, run, n_devices):
+    """Prints the plan: as JSON lines, or as a table when all is known."""
+    lines = []
+    for c, r in candidates(cfg, run, run.batch // n_devices):
+        lines.append(measure(c, r, n_devices))
+        if run.json:
+            print(json.dumps(lines[-1] | {"asked": len(lines) == 1}), flush=True)
+    if not run.json:
+        print(table(lines))
+
+
 def budget(text):
     """(amount, unit) of 6GiB, 500MiB, 6GB or 80%. ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(%|[KMG]i?B)", text)
@@ -156,9 +195,8 @@ def budget_bytes(text):
     amount, unit = budget(text)
     if unit != "%":
         return amount * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None and device.platform == "cpu":
+    limit = device_stats().get("bytes_limit")
+    if limit is None and jax.default_backend() == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if limit is None:
         raise ValueError(f"memory_budget={text!r}: the device does not tell its size: give an amount such as 6GiB")

@@ -191,22 +191,6 @@ def batch_at(tokens, rows, cursor, T, only=slice(None)):
 # the log
 
 
-def memory_mib():
-    """(MiB, whose): the devices' peak where the backend tells, else this process's peak resident memory, else None."""
-    try:
-        stats = jax.local_devices()[0].memory_stats() or {}
-    except (RuntimeError, NotImplementedError):  # some backends raise instead of giving None
-        stats = {}
-    if stats.get("peak_bytes_in_use"):
-        return stats["peak_bytes_in_use"] / 2**20, "device peak"
-    try:
-        import resource
-    except ImportError:
-        return None, "unknown"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10), "process peak"
-
-
 def versions():
     """Versions of what computes."""
     return {"python": sys.version.split()[0], "jax": jax.__version__, "numpy": np.__version__}
@@ -217,7 +201,7 @@ def header(cfg, run, corpus, n_devices):
     device = jax.local_devices()[0]
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
-    asked = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": memory_mib()[1]}
+    asked = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": plan.memory_mib()[1]}
     return {"versions": versions(), **where, **asked, "corpus": text, "n_params": txl.count_params(cfg)}
 
 
@@ -279,12 +263,6 @@ def inherited(run, given, source):
     return run if run.shard != "none" or "shard_group" in given else replace(run, shard_group=0)
 
 
-def recode(corpus, vocab):
-    """The corpus in a checkpoint's vocabulary."""
-    text = {s: tokenizer.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS}
-    return corpus._replace(**{s: tokenizer.encode(vocab, text[s], what=f"{s} split") for s in prepare.SPLITS})
-
-
 def config_of(given, run, vocab, source):
     """The config of the flags given, the rest from a checkpoint where there is one."""
     asked = chosen(txl.Config, given)
@@ -331,7 +309,7 @@ def settle(given):
     corpus = prepare.load(run.data or None, run.tokenizer or None)
     vocab = source.vocab if source else corpus.vocab
     if corpus.vocab != vocab:
-        corpus = recode(corpus, vocab)
+        corpus = prepare.recode(corpus, vocab)
     if given.get("tokenizer", vocab["kind"]) != vocab["kind"]:
         raise ValueError(f"tokenizer: checkpoint {vocab['kind']}, asked {given['tokenizer']}: leave it out")
     cfg = config_of(given, run, vocab, source)
@@ -380,7 +358,7 @@ def step_entry(number, told, ms, corpus, run):
     loss, grad_norm, lr = told
     entry = {"step": number, "loss_nats": loss, "bpb": bits_per_byte(loss, corpus, "train"), "grad_norm": grad_norm}
     entry |= {"lr": lr, "tok_per_s": ms and run.batch * run.tgt_len / ms * 1e3, "step_ms": ms}
-    return entry | {"mem_mib": memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
+    return entry | {"mem_mib": plan.memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
 
 
 def profile(compiled, state, batch, folder):
@@ -516,7 +494,7 @@ def train(cfg, run, corpus, source, n_devices, folder, stop):
     params = jax.tree.map(np.asarray, job.whole(state.params))
     if jax.process_index() == 0:
         figures.runs([folder], folder / "loss.png")
-    (mib, whose), planned = memory_mib(), head["plan"]["total_mib"]
+    (mib, whose), planned = plan.memory_mib(), head["plan"]["total_mib"]
     show = lambda n: "unknown" if n is None else f"{n:,.0f} MiB"
     whose += ", imports and compiling included" * (whose == "process peak")
     say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
@@ -550,23 +528,10 @@ def allocator(given):
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
-def print_plan(cfg, run, n_devices):
-    """The plan: as JSON lines, or as a table when all is known."""
-    lines = []
-    for c, r in plan.candidates(cfg, run, run.batch // n_devices):
-        lines.append(plan.measure(c, r, n_devices))
-        if run.json:
-            print(json.dumps(lines[-1] | {"asked": len(lines) == 1}), flush=True)
-    if not run.json:
-        print(plan.table(lines))
-
-
 def out_of_memory(cfg, run, n_devices, error):
     """What to say when memory ran out: what was asked for, the largest arrays, what would need less."""
-    arrays = sorted(jax.live_arrays(), key=lambda a: -a.nbytes)[:5]
-    held = ", ".join(f"{a.dtype}{list(a.shape)} {a.nbytes / 2**20:,.0f} MiB" for a in arrays)
-    say(f"{str(error).splitlines()[0]}\nlargest arrays: {held or 'none'}")
-    print_plan(cfg, replace(run, json=False), n_devices)
+    say(f"{str(error).splitlines()[0]}\nlargest arrays: {plan.largest_arrays()}")
+    plan.show(cfg, replace(run, json=False), n_devices)
     less = "--memory_budget, --remat full, --attention chunked, a larger --batch_chunk, --dtype bfloat16"
     return f"out of memory: try a setting of the plan above that needs less ({less}), or more --devices"
 
@@ -582,7 +547,7 @@ def main(argv=None):
             introduce(cfg, corpus, run.split, n_devices, f"{source.run['path']}, step {source.run['step']}")
             return print_evaluations(cfg, run, corpus, source, given.get("mem_len"), n_devices)
         if run.plan:
-            return print_plan(cfg, run, n_devices)
+            return plan.show(cfg, run, n_devices)
         need_tokens(run, corpus)
         if run.resume and source.run["step"] >= run.steps:
             raise ValueError(f"{run.resume} is at step {source.run['step']} of {run.steps}: give more --steps")

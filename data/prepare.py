@@ -67,6 +67,12 @@ def load(path=None, tokenizer=None):
     return _load_text(path.resolve().stem, find_splits([path]), tokenizer or "byte", str(path))
 
 
+def recode(corpus, vocab):
+    """The corpus in another vocabulary."""
+    text = {s: tok.decode(corpus.vocab, getattr(corpus, s)) for s in SPLITS}
+    return corpus._replace(**{s: tok.encode(vocab, text[s], what=f"{s} split") for s in SPLITS})
+
+
 def _load_text(name, splits, kind, source):
     vocab = tok.build(kind, _blocks(splits["train"]), what="train split")
     digest = hashlib.sha256()

@@ -20,6 +20,7 @@ from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refuse
 
 import evaluation
 import figures
+import plan
 import sample
 import train
 import txl
@@ -323,9 +324,10 @@ def test_memory_is_the_device_s_peak_or_the_process_s_and_never_0(stats, monkeyp
             return stats
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    mib, whose = train.memory_mib()
+    mib, whose = plan.memory_mib()
     assert (mib, whose) == (3, "device peak") if stats == {"peak_bytes_in_use": 3 << 20} else whose == "process peak"
     assert mib > 1
+    assert plan.budget_bytes("50%") == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2  # a CPU's
 
 
 def test_tokens_per_second_times_wall_are_the_tokens_without_the_first_step_and_evaluations(
