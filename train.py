@@ -387,7 +387,8 @@ def finite(number, folder, **values):
     """Ends the run where one of the values of step `number` is not finite."""
     if not all(map(math.isfinite, values.values())):
         what = ", ".join(f"{name} {value}" for name, value in values.items())
-        found = f"train.py: {what} at step {number}: stopped; {folder} keeps its last good checkpoint"
+        kept = "keeps its last good checkpoint" if any(folder.glob("*.npz")) else "has no checkpoint yet"
+        found = f"train.py: {what} at step {number}: stopped; {folder} {kept}"
         sys.exit(f"{found}. Lower --lr, raise --warmup, or skip such steps: --skip_nonfinite 3")
 
 

@@ -190,7 +190,10 @@ def new_folder(out, name, again=False):
     """
     folder = Path(out) if out else next(p for n in range(1, 10**9) if not (p := Path("runs") / f"{name}-{n}").exists())
     if has_run(folder) and not again:
-        raise ValueError(f"{folder} holds a run: give --resume {folder} to go on with it, or another --out")
+        known = any(folder.glob("*.npz"))
+        found = "a run" if known else "the log of a run that ended before its first checkpoint"
+        way = f"--resume {folder} to go on with it" if known else f"--resume auto --out {folder} to start it anew"
+        raise ValueError(f"{folder} holds {found}: give {way}, or another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -235,7 +238,8 @@ def newest(folder, say=print):
         damaged.append(wrong)
     if damaged:
         raise ValueError(f"{folder}: no whole checkpoint: {'; '.join(damaged)}: give another folder")
-    raise ValueError(f"{folder}: no checkpoint to resume from: give the folder of a run that has saved one")
+    anew = f", or --resume auto --out {folder} to start this one anew" if has_run(Path(folder)) else ""
+    raise ValueError(f"{folder}: no checkpoint to resume from: give the folder of a run that has saved one{anew}")
 
 
 def _step(path):

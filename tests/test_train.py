@@ -643,6 +643,8 @@ def test_resume_auto_starts_in_an_empty_folder_or_one_without_a_checkpoint_and_t
 ):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "log.jsonl").write_text('{"versions": {}}\n')  # of a run that was killed before it saved
+    for flags in (dict(out=tmp_path / "run"), dict(resume=tmp_path / "run")):
+        refused(call(train.main, data=text, **flags), "checkpoint", f"--resume auto --out {tmp_path / 'run'}")
     for step, first in ((2, 1), (3, 3)):
         with pytest.MonkeyPatch.context() as patch:
             interrupt(patch, step - first + 1, signal.SIGINT)
@@ -876,6 +878,10 @@ def test_pickles_are_neither_written_nor_run(tmp_path, base, monkeypatch):
 @pytest.mark.parametrize("step", [5, 7])
 def test_nan_stops_the_run_at_its_step_and_leaves_the_last_good_checkpoint(step, tmp_path, text, monkeypatch):
     """Parameters are broken before step 5, or by step 6, so that the evaluation after it is the first to see it."""
+    for there in ("has no checkpoint yet", "keeps its last good checkpoint"):
+        with pytest.raises(SystemExit, match=f"loss nan at step 5: stopped; {tmp_path} {there}.*--lr"):
+            train.finite(5, tmp_path, loss=math.nan)
+        (tmp_path / "last.npz").touch()
     count, good = [0], []
     broken = lambda state: state._replace(params=state.params | {"u": state.params["u"] * jnp.nan})
 
