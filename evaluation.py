@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import shard
 import txl
 from step import spread, stacked
 
@@ -58,17 +59,26 @@ def eval_batches(tokens, rows, T):
         yield tokens[at].astype(np.int32), tokens[at + 1].astype(np.int32), column < lengths[:, None]
 
 
-def evaluate(eval_step, params, tokens, cfg, run, n_devices):
-    """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory."""
+def evaluate(eval_step, params, tokens, cfg, run, n_devices, stop=None):
+    """(mean nats, number of targets) of all targets in tokens, on devices' params, from empty memory.
+
+    None where `stop` (see stop.py) asks this or another process to end: then stop.number says so in all of them.
+    """
     rows = min(run.eval_batch, len(tokens) - 1)
     more = -rows % n_devices  # empty rows, so that every device has as many
     cache = make_cache(cfg, (rows + more) // n_devices)(params, spread(np.zeros(n_devices), n_devices))
-    sums = []
+    nats, before, flag = 0.0, None, 0
     for batch in eval_batches(tokens, rows, run.tgt_len):
         batch = [np.pad(a, ((0, more), (0, 0))) for a in batch]
         total, cache = eval_step(params, *spread(batch, n_devices), cache)
-        sums.append(total)
-    return sum(float(total) for total in sums) / (len(tokens) - 1), len(tokens) - 1
+        nats += 0.0 if before is None else float(before)  # a step late, so that the device has work meanwhile
+        before = total
+        if stop:
+            asked, flag = shard.agreed(stop.number, flag)
+            if asked:
+                stop.number = asked
+                return None
+    return (nats + float(before)) / (len(tokens) - 1), len(tokens) - 1
 
 
 def judged(loss, n, step, split, corpus, run):

@@ -410,10 +410,12 @@ def report(job, number, told, first, clock):
         write_log(job.log, step_entry(number, told, ms, job.corpus, job.run), job.run)
 
 
-def judge(job, eval_fn, params, number, split, limit=None):
-    """Mean nats of a split, or of its first `limit` targets; logged."""
+def judge(job, eval_fn, params, number, split, stop, limit=None):
+    """Mean nats of a split, or of its first `limit` targets; logged. None where `stop` ends it before."""
     tokens = getattr(job.corpus, split)[: limit and limit + 1]
-    found = evaluate(eval_fn, params, tokens, job.cfg, job.run, job.n_devices)
+    found = evaluate(eval_fn, params, tokens, job.cfg, job.run, job.n_devices, stop)
+    if found is None:
+        return None
     entry = judged(*found, number, split, job.corpus, job.run)
     finite(number, job.folder, **{f"{split}_loss": entry["loss_nats"]})
     write_log(job.log, entry, job.run)
@@ -427,6 +429,13 @@ def keep(job, state, names, **known):
     host = named(to_host(state, job.cfg, job.run))
     for name in names if jax.process_index() == 0 else ():
         checkpoint.save(job.folder / name, host, meta)
+
+
+def ended(job, number, asked):
+    """Ends a run that signal `asked` stopped at step `number`, all of it saved, and says how to go on."""
+    way = f"--resume {job.folder}" if number < job.run.steps else f"--eval_only --run {job.folder / 'last.npz'}"
+    say(f"stopped at step {number}: go on with python train.py {way}")
+    sys.exit(128 + asked)
 
 
 def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
@@ -448,20 +457,17 @@ def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
             continue
         report(job, number, told, first, clock)
         paused, waiting = time.perf_counter(), None
-        if asked:
+        loss = None if asked else judge(job, eval_fn, job.whole(state.params), number, "valid", stop, run.eval_tokens)
+        if loss is None:
             keep(job, state, ["last.npz"], step=number, cursor=cursor, best=best)
-            say(f"stopped at step {number}: go on with python train.py --resume {job.folder}")
-            sys.exit(128 + asked)
-        loss = judge(job, eval_fn, job.whole(state.params), number, "valid", run.eval_tokens)
+            ended(job, number, asked or stop.number)
         names, best = ["last.npz"] + ["best.npz"] * (loss < best), min(loss, best)
         keep(job, state, names, step=number, cursor=cursor, best=best)
         if clock[0]:
             clock[0] += time.perf_counter() - paused
     for split in ("valid", "test"):
-        judge(job, eval_fn, job.whole(state.params), run.steps, split)
-        asked, flag = shard.agreed(stop.number, flag)
-        if asked:  # all is saved by now
-            sys.exit(128 + asked)
+        if judge(job, eval_fn, job.whole(state.params), run.steps, split, stop) is None:
+            ended(job, run.steps, stop.number)
     return state
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import warnings
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -636,6 +637,27 @@ def test_sigterm_saves_and_exits_with_143_and_handlers_are_put_back(tmp_path, te
     assert call(train.main, data=text, out=tmp_path / "run", **BASE).code == 143
     assert raw(tmp_path / "run" / "last.npz")[0]["run"]["step"] == 3
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("at, step, judged, way", [(2, 3, 0, "--resume"), (13, 6, 2, "--eval_only --run")])
+def test_a_signal_ends_an_evaluation_at_its_next_step_and_all_is_saved(
+    at, step, judged, way, tmp_path, text, monkeypatch
+):
+    totals, held = [], []
+
+    def seen(function, args):
+        out = function(*args)
+        totals.append(weakref.ref(out[0]))
+        held.append(sum(total() is not None for total in totals))
+        if len(totals) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return out
+
+    spy(monkeypatch, "make_eval", seen)
+    outcome = call(train.main, data=text, out=tmp_path / "run", **BASE | dict(steps=6, eval_every=3))
+    assert outcome.code == 143 and len(totals) == at and max(held) <= 2  # of a long text, too
+    assert f"stopped at step {step}: go on with python train.py {way} {tmp_path / 'run'}" in outcome.err
+    assert raw(tmp_path / "run" / "last.npz")[0]["run"]["step"] == step and len(log(tmp_path / "run")[2]) == judged
 
 
 def test_resume_auto_starts_in_an_empty_folder_or_one_without_a_checkpoint_and_then_goes_on(
