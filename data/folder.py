@@ -11,17 +11,33 @@ except ImportError:  # Windows
 
 
 @contextlib.contextmanager
-def whole(path, mode="wb", **options):
-    """A file to write that stands at `path` once all of it is on the disk; where that fails, all is as it was."""
-    temporary = path.with_name(path.name + ".tmp")
+def together(*paths, mode="wb", **options):
+    """Files to write that stand at `paths` once all of all is on the disk; where that fails, all is as it was.
+
+    Of several, the old last one is removed first and the new one put there last: where it is, all belong together.
+    """
+    temporaries = [path.with_name(path.name + ".tmp") for path in paths]
     try:
-        with open(temporary, mode, **options) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(temporary, mode, **options)) for temporary in temporaries]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        for old in paths[1:][-1:]:
+            old.unlink(missing_ok=True)
+        for temporary, path in zip(temporaries, paths):
+            os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole(path, mode="wb", **options):
+    """As `together`, for one file."""
+    with together(path, mode=mode, **options) as (file,):
+        yield file
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import numpy as np
 from data import corpora
 from data import tokenizer as tok
 from data.corpora import CORPORA, SPLITS
-from data.folder import whole
+from data.folder import together
 from data.tokenizer import check_ids
 
 DTYPES = ("uint8", "uint16", "uint32")
@@ -260,30 +260,24 @@ def prepare_named(name, out=None, *, place="", tokenizer="", min_count=0, max_si
 
 
 def write_tokens(splits, out, tokenizer, *, min_count=0, max_size=0):
-    """Writes {split: spans} as tokens and meta.json, and returns what this holds. It is written last, and an old one
-    removed first: a folder that has it is complete.
+    """Writes {split: spans} as tokens and meta.json, and returns what this holds. A folder that has it is complete;
+    where this fails, an older corpus there stays as it was.
     """
     vocab = tok.build(tokenizer, _blocks(splits["train"]), min_count=min_count, max_size=max_size, what="train split")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "meta.json").unlink(missing_ok=True)
     dtype, digest = tok.dtype(vocab), hashlib.sha256()
-    n_written = {s: _write(out / f"{s}.bin", _encoded(vocab, splits, s, digest)) for s in SPLITS}
-    meta = {
-        "vocab": vocab,
-        "dtype": dtype.name,
-        "n_tokens": {s: n_written[s] // dtype.itemsize for s in SPLITS},
-        "n_bytes": _n_bytes(splits),
-        "sha256": digest.hexdigest(),
-    }
-    _write(out / "meta.json", [json.dumps(meta).encode()])
+    with together(*(out / f"{s}.bin" for s in SPLITS), out / "meta.json") as (*bins, meta_file):
+        n_written = {s: sum(map(file.write, _encoded(vocab, splits, s, digest))) for s, file in zip(SPLITS, bins)}
+        meta = {
+            "vocab": vocab,
+            "dtype": dtype.name,
+            "n_tokens": {s: n_written[s] // dtype.itemsize for s in SPLITS},
+            "n_bytes": _n_bytes(splits),
+            "sha256": digest.hexdigest(),
+        }
+        meta_file.write(json.dumps(meta).encode())
     return meta
-
-
-def _write(file, blocks):
-    """Writes `blocks` to `file`, whole or not at all; returns the number of bytes."""
-    with whole(file) as f:
-        return sum(f.write(block) for block in blocks)
 
 
 def main(argv=None):

@@ -325,13 +325,38 @@ def test_tokens_without_a_text_hash_are_known_by_their_ids_and_may_have_an_empty
     assert prepare.load(folder).valid.shape == (0,)
 
 
-def test_a_run_that_fails_leaves_nothing_that_looks_like_a_corpus(tmp_path):
+def test_a_run_that_fails_leaves_an_older_corpus_whole_and_else_nothing(tmp_path):
     folder = prepared(tmp_path)
-    bad = write(tmp_path / "bad.txt", b"abc" * 400 + b"d")
-    with pytest.raises(ValueError):
-        prepare.prepare([bad], folder, tokenizer="char")
-    assert not (folder / "meta.json").exists() and not list(folder.glob("*.tmp"))
-    one_line(lambda: prepare.load(folder), "python -m data.prepare")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for bad in (b"abc" * 400 + b"d", b"", b"\n \n", b"ab\xff" * 99):
+        for out in (folder, tmp_path / "new"):
+            bad_file = write(tmp_path / "bad.txt", bad)
+            one_line(lambda out=out, file=bad_file: prepare.prepare([file], out, tokenizer="char"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # as on a full disk
+        with pytest.raises(OSError):
+            prepare.prepare([tmp_path / "mixed.txt"], folder, tokenizer="word")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert not list((tmp_path / "new").glob("*")) and len(prepare.load(folder).train)
+
+
+def test_a_corpus_that_was_half_replaced_when_the_process_died_is_none(tmp_path, monkeypatch):
+    folder, replace, left = prepared(tmp_path), os.replace, [0]
+
+    def die(source, target):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", die)
+    for left[0] in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare([write(tmp_path / "abc.txt", ABC)], folder)
+        one_line(lambda: prepare.load(folder), "python -m data.prepare")
+    left[0] = 4
+    prepare.prepare([tmp_path / "abc.txt"], folder)
+    assert prepare.load(folder).n_bytes["valid"] == 300
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
