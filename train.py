@@ -130,6 +130,16 @@ def say(*words):
     print(*words, file=sys.stderr, flush=True)
 
 
+def write(data):
+    """Bytes to standard output as they are, at once, whatever the locale."""
+    out = getattr(sys.stdout, "buffer", None)
+    if not out:
+        return print(data.decode("utf-8", "replace"), end="", flush=True)
+    sys.stdout.flush()
+    out.write(data)
+    out.flush()
+
+
 # checkpoints
 
 
@@ -507,7 +517,7 @@ def train(cfg, run, corpus, source, n_devices, folder, stop):
     say(f"memory: the step's plan {show(planned)} a device; reached {show(mib)} ({whose})")
     if not run.json:
         text = short_sample(params, corpus.vocab, cfg)
-        print(f"sample:\n{text}\ncheckpoints and log in {folder}")
+        write(f"sample:\n{text}\ncheckpoints and log in {folder}\n".encode("utf-8", "surrogateescape"))
 
 
 def print_evaluations(cfg, run, corpus, source, lengths, n_devices):

@@ -1,6 +1,8 @@
 """A training run through `train.main`: what it computes, logs, saves, refuses, and how it goes on."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from runs import COMPILED, TEXT, TINY, call, interrupt, log, losses, raw, refused, write_raw
+from runs import COMPILED, TEXT, TINY, argv, call, interrupt, log, losses, raw, refused, write_raw
 
 import evaluation
 import figures
@@ -517,6 +519,16 @@ def test_the_console_tells_each_logged_step_each_evaluation_and_at_the_end_a_sam
     at = lines.index("sample:")
     assert len(lines[at + 1]) == 200 and "abcabcabc" in lines[at + 1]
     assert lines[-1] == "checkpoints and log in runs/abc-1"
+
+
+def test_the_sample_is_written_whatever_the_encoding_of_standard_output(tmp_path):
+    (tmp_path / "e.txt").write_bytes("é—é—é\n".encode() * 40)
+    flags = dict(TINY, data=tmp_path / "e.txt", out=tmp_path / "é", tokenizer="char", steps=1, n_layer=1, tgt_len=5)
+    shown = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(shown, encoding="ascii")):
+        train.main(argv(**flags))
+        text = shown.getvalue().decode().partition("sample:\n")[2]
+    assert text.endswith(f"\ncheckpoints and log in {tmp_path / 'é'}\n") and text.count("é") > 10
 
 
 def test_init_goes_on_from_weights_with_their_vocabulary_on_other_data(abc, tmp_path, monkeypatch):
