@@ -80,8 +80,8 @@ class Run:
     batch_chunk: int = 1  # parts that a device's rows are computed in, one after the other
     plan: bool = False  # print what this and thriftier settings need in memory, and stop
     memory_budget: str = ""  # take the first setting, from cheap to thrifty, that needs no more: 6GiB, 500MiB, 80%
-    mem_fraction: float = 0.0  # share of a GPU's memory that jax may take; 0: its own default
-    preallocate: bool = True  # take that share at once; --no-preallocate: as needed
+    mem_fraction: float = 0.0  # share of a GPU's memory; 0: XLA_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_MEM_FRACTION
+    preallocate: bool = True  # take that share at once, or as needed; neither given: XLA_PYTHON_CLIENT_PREALLOCATE says
     # devices
     devices: int = 0  # devices to use; 0: all
     shard: str = "none"  # cut into one part a device: none, opt (optimizer state) or params (parameters, too)
@@ -541,8 +541,8 @@ def allocator(given):
     if given.get("mem_fraction"):
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # jaxlib refuses both names at once
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given["mem_fraction"])
-    if not given.get("preallocate", True):
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if "preallocate" in given:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(given["preallocate"]).lower()
 
 
 def out_of_memory(cfg, run, n_devices, error):

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import math
 import os
+import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
-from runs import TEXT, TINY, call
+from runs import TEXT, TINY, argv, call
 
 import plan
 import step
@@ -18,6 +21,7 @@ from evaluation import eval_shapes, make_eval
 
 SMALL = txl.Config(n_token=97, n_layer=2, n_head=2, d_model=64, d_head=24, d_inner=80, mem_len=32, dropout=0.1)
 RUN = train.Run(batch=4, tgt_len=48, steps=10, optimizer="adam")
+NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 FULL = dict(remat="full", attention="chunked", attn_block=16, loss_chunk=32, layer_rows=1)
 
 
@@ -114,13 +118,31 @@ def test_a_budget_is_an_amount_or_a_share_of_the_device():
 
 def test_allocator_flags_set_what_jax_reads_and_remove_the_older_name(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+    for name in NAMES:
         monkeypatch.setenv(name, "before")
     train.allocator({})
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.3" and os.environ["XLA_CLIENT_MEM_FRACTION"] == "before"
     train.allocator({"mem_fraction": 0.5, "preallocate": False})
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    train.allocator({"preallocate": True})
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    shown = call(train.main, "--help").out
+    assert {*re.findall(r"\bXLA_\w+", shown)} == {*NAMES, "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+
+
+def test_allocator_flags_are_set_before_any_backend_starts(text):
+    code = """
+import os, sys, train
+try:
+    train.main(sys.argv[1:])
+except RuntimeError:  # no such platform: whatever first asks for a device raises
+    print(*map(os.environ.get, %a))
+"""
+    command = [sys.executable, "-c", code % (NAMES,), *argv(data=text, mem_fraction=0.4, preallocate=False, **TINY)]
+    env = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONPATH": os.path.dirname(train.__file__)}
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert found.stdout == "0.4 false\n", found
 
 
 def test_running_out_of_memory_ends_with_the_plan_the_largest_arrays_and_the_flags_to_turn(text, tmp_path, monkeypatch):
