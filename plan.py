@@ -148,9 +148,11 @@ def choose(cfg, run, n_devices, budget):
         if need * MIB <= budget:
             return c, r, lines[-1]
     least = min(lines, key=need_mib)
-    words = " ".join(f"--{k} {v}" for k, v in least["setting"].items())
-    found = f"memory_budget={run.memory_budget} is too little: {need_mib(least):,.0f} MiB is the least, with {words}"
-    raise ValueError(f"{found}; lower --batch, --tgt_len or the model, or use more devices")
+    words, need = " ".join(f"--{k} {v}" for k, v in least["setting"].items()), need_mib(least)
+    shown = f"{math.ceil(need):,}" if need > 99 else f"{need:g}"  # never less than what is needed
+    found = f"memory_budget={run.memory_budget} is too little: {shown} MiB is the least, with {words}"
+    flags = "--eval_batch, --batch" if (least["evaluation_mib"] or 0) > least["total_mib"] else "--batch"
+    raise ValueError(f"{found}; lower {flags}, --tgt_len or the model, or use more devices")
 
 
 def need_mib(entry):

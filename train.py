@@ -212,7 +212,10 @@ def header(cfg, run, corpus, n_devices):
     text = {"name": corpus.name, "source": corpus.source, "sha256": corpus.sha256, "bytes": corpus.n_bytes}
     where = {"backend": device.platform, "device": device.device_kind, "n_devices": n_devices}
     asked = {"config": asdict(cfg), "run": asdict(run), "mem_mib_is": plan.memory_mib()[1]}
-    return {"versions": versions(), **where, **asked, "corpus": text, "n_params": txl.count_params(cfg)}
+    block = txl.attention_block(cfg, run.tgt_len)
+    taken = f"chunked, blocks of {block}" if block else "pallas" if cfg.attention == "pallas" else "dense"
+    own = {"attention": taken, "corpus": text, "n_params": txl.count_params(cfg)}
+    return {"versions": versions(), **where, **asked, **own}
 
 
 def line(entry, run):
@@ -222,7 +225,8 @@ def line(entry, run):
     took = lambda s: f"{s // 60:.0f}m{s % 60:02.0f}s"
     loss = f"{entry['loss_nats']:.4f} nats  {entry['bpb']:.4f} bpb"
     if "split" in entry:
-        what = f"{entry['split']} loss of {entry['targets']:,} targets in {entry['eval_batch']} rows"
+        what = f"{entry['split']} loss of {entry['targets']:,} targets in {entry['eval_batch']} row"
+        what += "s" * (entry["eval_batch"] != 1)
         what += f", mem_len {entry['mem_len']}" if "mem_len" in entry else ""
         return f"step {entry['step']}  {what}: {loss}"
     memory = "n/a" if entry["mem_mib"] is None else f"{entry['mem_mib']:,.0f} MiB"
@@ -549,8 +553,9 @@ def out_of_memory(cfg, run, n_devices, error):
     """What to say when memory ran out: what was asked for, the largest arrays, what would need less."""
     say(f"{str(error).splitlines()[0]}\nlargest arrays: {plan.largest_arrays()}")
     plan.show(cfg, replace(run, json=False), n_devices)
-    less = "--memory_budget, --remat full, --attention chunked, a larger --batch_chunk, --dtype bfloat16"
-    return f"out of memory: try a setting of the plan above that needs less ({less}), or more --devices"
+    less = "--remat full, --attention chunked, --loss_chunk 1024, --layer_rows 1, --dtype bfloat16"
+    less += ", then a smaller --batch, or --eval_batch in an evaluation"
+    return f"out of memory: see the plan above, and try in this order {less}"
 
 
 def main(argv=None):

@@ -274,6 +274,7 @@ def test_the_log_has_a_header_then_steps_then_evaluations_as_documented(base):
     assert {"versions", "backend", "device", "n_devices", "config", "run", "corpus", "n_params"} <= head.keys()
     assert head["versions"]["jax"] == jax.__version__ and head["backend"] == "cpu" and head["n_devices"] == 1
     assert head["config"]["d_inner"] == 20 and head["run"]["steps"] == STEPS
+    assert head["config"]["attention"] == "auto" and head["attention"] == "chunked, blocks of 128"
     assert head["corpus"]["sha256"] == prepare.load(head["corpus"]["source"]).sha256
     assert head["n_params"] == sum(a.size for n, a in raw(base.folder / "last.npz")[1].items() if n[:7] == "params/")
     assert [entry["step"] for entry in steps] == list(range(1, STEPS + 1))
@@ -314,6 +315,9 @@ def test_the_console_line_has_the_values_of_the_log():
     assert "2m05s" in shown
     first = train.line(entry | dict(tok_per_s=None, step_ms=None, mem_mib=None, left_s=None), train.Run(steps=160))
     assert "compiled" in first and "mem n/a" in first
+    judged = dict(step=40, split="test", loss_nats=1.25, bpb=1.8, targets=1234)
+    for rows, words in ((1, "1,234 targets in 1 row: "), (2, "1,234 targets in 2 rows: ")):
+        assert words in train.line(judged | dict(eval_batch=rows), train.Run())
 
 
 @pytest.mark.parametrize(
