@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 from runs import TEXT, TINY, argv, call
 
@@ -35,8 +34,8 @@ def compiled(cfg, run=RUN):
     return step.compile_step(cfg, run, 1)
 
 
-def temporaries(**changes):
-    return compiled(dataclasses.replace(SMALL, **changes)).memory_analysis().temp_size_in_bytes
+def temporaries(run, **changes):
+    return compiled(dataclasses.replace(SMALL, **changes), run).memory_analysis().temp_size_in_bytes
 
 
 def test_the_plan_prints_at_most_12_settings_as_json_and_makes_no_state(text, monkeypatch):
@@ -158,10 +157,11 @@ def test_running_out_of_memory_ends_with_the_plan_the_largest_arrays_and_the_fla
 
 
 def test_full_remat_keeps_about_one_layer_input_per_layer_and_none_keeps_many():
-    layer_input = 4 * RUN.batch * RUN.tgt_len * SMALL.d_model
-    weights = 4 * sum(math.prod(a.shape[1:]) for a in txl.param_shapes(SMALL)["layers"].values())
-    grow = lambda **changes: (temporaries(n_layer=12, **changes) - temporaries(n_layer=2, **changes)) / 10
-    assert grow(**FULL) < 1.6 * layer_input + 2 * weights
+    run = dataclasses.replace(RUN, batch=16)  # enough of it beside what the loss and the optimizer need
+    layer_input = 4 * run.batch * run.tgt_len * SMALL.d_model
+    gradients = 4 * sum(math.prod(a.shape[1:]) for a in txl.param_shapes(SMALL)["layers"].values())
+    grow = lambda **changes: (temporaries(run, n_layer=12, **changes) - temporaries(run, n_layer=2, **changes)) / 10
+    assert gradients + layer_input <= grow(**FULL) < gradients + 1.1 * layer_input
     assert grow(remat="none", attention="dense") > 8 * layer_input
 
 
@@ -178,10 +178,11 @@ def test_temporaries_of_the_thrifty_step_grow_linearly_with_segment_and_memory()
 def test_donation_covers_the_whole_state_and_evaluation_has_one_copy_of_the_parameters():
     state = step.shapes(SMALL, RUN, 1)[0]
     assert compiled(SMALL).memory_analysis().alias_size_in_bytes >= plan.nbytes(state)
-    evaluation = make_eval(SMALL).lower(*eval_shapes(SMALL, RUN, 1)).compile()
-    params = plan.nbytes(state.params)
-    assert params < plan.total(evaluation) < 2 * params + 2**22
-    assert np.isfinite(params)
+    cfg = dataclasses.replace(SMALL, n_token=20_011, n_layer=4, d_inner=8192)  # a quarter is the table's
+    params, *rest = eval_shapes(cfg, dataclasses.replace(RUN, eval_batch=1, tgt_len=8), 1)
+    apart = jax.eval_shape(lambda params: txl.unstack(params, cfg), params)  # as an evaluation alone has them
+    total, size = plan.total(make_eval(cfg).lower(apart, *rest).compile()), plan.nbytes(params)
+    assert size < total < 1.15 * size  # 1.06, of which logits 0.06
 
 
 def test_a_step_that_leaves_donated_state_unused_is_an_error(monkeypatch):
