@@ -10,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 PARTS = ("attention", "feed_forward", "loss", "optimizer", "other")
 CONTROL = ("while", "conditional", "call", "async-start", "async-done")  # these run other instructions, or wait
@@ -116,3 +118,15 @@ def table(rows, steps=1):
     """Rows of `record` as text, ms a step."""
     lines = [f"{part:<14}{ms / steps:>10.2f} ms{share:>8.1%}" for part, ms, share in rows]
     return "\n".join([*lines, f"{'sum':<14}{sum(ms for _, ms, _ in rows) / steps:>10.2f} ms a step"])
+
+
+def steps(compiled, state, batch, folder, n=3):
+    """The table of n training steps, on a copy of the state, so that the run goes on as if nothing had happened."""
+    copy = [jax.tree.map(jnp.copy, state)]
+
+    def run():
+        for _ in range(n):
+            copy[0], told = compiled(copy[0], *batch, np.int32(0))
+        jax.block_until_ready(told)
+
+    return table(record(folder, compiled.as_text(), run), n)

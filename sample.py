@@ -81,17 +81,6 @@ class Sample:
             raise ValueError("score is given with a prompt or a stop text: score reads files, leave one out")
 
 
-def write(data):
-    """Bytes to standard output, at once."""
-    out = getattr(sys.stdout, "buffer", None)
-    if out:
-        sys.stdout.flush()
-        out.write(data)
-        out.flush()
-    else:
-        print(data.decode("utf-8", "replace"), end="", flush=True)
-
-
 def prompt_texts(opts):
     """The prompts as bytes."""
     if not opts.prompt_file:
@@ -141,21 +130,21 @@ def print_samples(blocks, prompts, vocab, opts):
     stops, live = [os.fsencode(stop) for stop in opts.stop], len(rows) == 1 and not opts.json
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may end in the next block
     if live:
-        write(decoder.decode(prompts[0]).encode())
+        train.write(decoder.decode(prompts[0]).encode())
     for new in blocks:
         for row, ids in zip(rows, new):
             made = grow(row, ids, vocab, stops)
             if live:
-                write(decoder.decode(made).encode())
+                train.write(decoder.decode(made).encode())
         if all(row["stopped"] for row in rows):
             break
     if live:
-        return write((decoder.decode(b"", True) + "\n").encode())
+        return train.write((decoder.decode(b"", True) + "\n").encode())
     as_text = lambda data: data.decode("utf-8", "replace")
     for row in rows:
         entry = row | {"prompt": as_text(row["prompt"]), "text": as_text(row["text"])}
         whole = json.dumps(entry) if opts.json else as_text(row["prompt"] + row["text"]) + "\n"
-        write(whole.encode() + b"\n")
+        train.write(whole.encode() + b"\n")
 
 
 def main(argv=None):
@@ -176,7 +165,7 @@ def main(argv=None):
         train.say(f"{run['path']}, step {run['step']}; jax {jax.__version__}, {jax.default_backend()}")
         if scores:
             for line in scores:
-                write(os.fsencode(line) + b"\n")
+                train.write(os.fsencode(line) + b"\n")
             return
         how = How(opts.temperature, opts.top_k, opts.top_p, opts.min_p, tokenizer.size(vocab))
         n_devices, segment = opts.devices or jax.local_device_count(), run["flags"]["tgt_len"]

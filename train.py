@@ -375,18 +375,6 @@ def step_entry(number, told, ms, corpus, run):
     return entry | {"mem_mib": plan.memory_mib()[0], "left_s": ms and (run.steps - number) * ms / 1e3}
 
 
-def profile(compiled, state, batch, folder):
-    """Records three steps on a copy of the state, so that the run goes on as if nothing had happened."""
-    copy = [jax.tree.map(jnp.copy, state)]
-
-    def steps():
-        for _ in range(3):
-            copy[0], told = compiled(copy[0], *batch, np.int32(0))
-        jax.block_until_ready(told)
-
-    say(profiling.table(profiling.record(folder, compiled.as_text(), steps), 3))
-
-
 class Job(NamedTuple):
     cfg: txl.Config
     run: Run
@@ -465,7 +453,7 @@ def loop(job, compiled, eval_fn, state, first, cursor, best, stop):
             report(job, *waiting, first, clock)  # a step late, so that the device has work meanwhile
         waiting = (number, told)
         if run.profile and number == min(first + 4, run.steps):
-            profile(compiled, state, batch, run.profile)
+            say(profiling.steps(compiled, state, batch, run.profile))
             clock[0] = None
         if number % run.eval_every and number != run.steps and not asked:
             continue
