@@ -67,13 +67,29 @@ def reading_rows():
     yield row("time, in times of reading parameters, cache and positions once", *times)
 
 
+FUZZED = dict(prompt="random prompts", data="random bytes as data", vocabulary="random vocabularies", log="random logs")
+FUZZED["checkpoint"] = "random checkpoints: bytes, meta, headers that claim a terabyte, bombs"
+
+
 def fault_rows():
+    one = lambda what: results("faults", what=what)[0]
+    killed, cut, flipped = one("kill -9 while saving"), one("cut at every 1/50"), one("a byte flipped")
+    assert killed["loaded"] == killed["trials"] and cut["refused_by_name"] == cut["trials"]
+    half = f"`kill -9` while saving ({killed['half_written']} times with a half-written file)"
+    yield row(half, killed["trials"], "the newest whole checkpoint loads", killed["wrong"] + killed["lost"])
+    refused = "refused by name, the older one used and said"
+    yield row("a checkpoint cut at every 1/50 of its length", cut["trials"], refused, cut["wrong"])
+    flips = f"{flipped['refused_by_name']} refused by name, {flipped['harmless']} in bytes that hold nothing"
+    yield row("a single byte of a checkpoint flipped", flipped["trials"], flips, flipped["wrong"])
+    stops = [one(what) for what in ("SIGINT", "SIGTERM", "two SIGINT")]
+    n, told, none, good = (sum(e[k] for e in stops) for k in ("trials", "newest_loads", "before_any_step", "exit_code"))
+    ended = f"exit 130 or 143; {told} told how to go on and load, {none} had done no step"
+    yield row("Ctrl-C, SIGTERM, two Ctrl-C", n, ended, n - good)
+
+
+def fuzz_rows():
     """Those of random input: 500 cases or more of each kind, each case counted once."""
-    kinds = dict(
-        prompt="random prompts", data="random bytes as data", vocabulary="random vocabularies", log="random logs"
-    )
-    kinds["checkpoint"] = "random checkpoints: bytes, meta, headers that claim a terabyte, bombs"
-    for kind, name in kinds.items():
+    for kind, name in FUZZED.items():
         runs = results("faults", what=f"fuzz {kind}")
         parts = sorted((run["first"], run["first"] + run["trials"]) for run in runs)
         assert parts[0][0] == 0 and all(a[1] == b[0] for a, b in zip(parts, parts[1:])) and parts[-1][1] >= 500
@@ -83,7 +99,10 @@ def fault_rows():
         yield row(name, total["trials"], taken, total["wrong"] + total["outside"])
 
 
-@pytest.mark.parametrize("rows", [plan_rows, length_rows, device_rows, peer_rows, reading_rows, fault_rows])
+ROWS = [plan_rows, length_rows, device_rows, peer_rows, reading_rows, fault_rows, fuzz_rows]
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_a_table_has_the_rows_that_were_measured(rows):
     rows = list(rows())
     assert len(rows) > 1
