@@ -115,6 +115,8 @@ def test_figures_in_the_text_are_those_that_were_measured():
     said = [f"takes {time['ratio']:.2f} times as long as the fastest options"]
     said += [f"a run of {resident['plan_mib']} MiB by the plan grew this process's resident memory"]
     said += [f"by {resident['grown_mib']} MiB"]
+    thrifty = results("memory", what="plan", jax="0.12.0.1")[0]
+    said += [f"In bfloat16 the thriftiest step needs {thrifty['total_mib']:,.0f} MiB with jax 0.12"]
     said += [f"One device with all 24 rows needs {results('devices', devices=1)[0]['total_mib']:,.0f}"]
     ratio = {(e["optimizer"], e["shard"]): f"{e['ratio']:.2f}" for e in results("devices", what="time")}
     said += [f"takes {ratio['muon', 'opt']} (opt) and {ratio['muon', 'params']} (params) of its time; with Adam"]
