@@ -233,7 +233,8 @@ def line(entry, run):
     speed = "compiled" if entry["tok_per_s"] is None else f"{entry['tok_per_s']:,.0f} tok/s"
     head = f"step {entry['step']}/{run.steps} {entry['step'] / run.steps:.0%}  loss {loss}"
     head += f"  grad {entry['grad_norm']:.3f}  lr {entry['lr']:.2e}"
-    return f"{head}  {speed}  mem {memory}  left {took(entry['left_s'] or 0)}"
+    left = f"  left {took(entry['left_s'])}" if entry["left_s"] is not None else ""
+    return f"{head}  {speed}  mem {memory}{left}"
 
 
 def introduce(cfg, corpus, split, n_devices, place):

@@ -86,7 +86,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m bench.looks", description=__doc__.splitlines()[0])
     parser.add_argument("--run", default="", help="run folder or checkpoint; default: the newest run")
     parser.add_argument("--data", default="", help="what it was trained on; default: the built-in corpus")
-    parser.add_argument("--out", default="bench/results/looks.png", help="picture to write")
+    parser.add_argument("--out", default="looks.png", help="picture to write")
     args = parser.parse_args(argv)
     try:
         model = train.load(args.run or train.checkpoint.newest_run())
@@ -102,6 +102,7 @@ def main(argv=None):
         print(json.dumps(entry | {"mem_len": model.cfg.mem_len, "step": model.run["step"]} | machine()), flush=True)
     try:
         draw(distance, share, Path(args.out))
+        print(f"drawn in {args.out}", file=sys.stderr)
     except ImportError:
         sys.exit("bench.looks: matplotlib is missing: pip install matplotlib")
 

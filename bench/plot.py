@@ -49,7 +49,7 @@ def memory(plt):
     for label, total in zip(labels, left):
         axes.text(total, label, f" {total:.1f}", va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="GiB of one training step, XLA's own figure (enwik8 base, batch 22)")
+    axes.set(xlabel="GiB of one training step, XLA's own figure (enwik8 base, batch 22)", xlim=(0, 1.1 * max(left)))
     axes.legend(fontsize=8)
     save(figure, "memory.png")
 
