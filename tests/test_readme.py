@@ -40,9 +40,9 @@ def small(words):
     quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
     if "--eval_only" in words:  # the model's sizes are the checkpoint's
         return quick | dict(devices=1, mem_len=7, tgt_len=16) | (dict(clamp_len=3) if "--clamp_len" in words else {})
-    quick |= dict(batch=1) if "--plan" in words else {}  # nothing to split, fewer settings to compile
+    quick |= dict(batch=1, dtype="bfloat16") if "--plan" in words else {}  # fewer settings to compile
     quick |= dict(d_model=64, cutoffs="3,5,7") if "--cutoffs" in words else {}  # wide enough for div_val 4
-    quick |= dict(json=True) if "--out" in words else {}  # no sample to compile
+    quick |= dict(json=True) if len(words) > 2 else {}  # no sample to compile
     return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
 
 
