@@ -12,7 +12,7 @@ except ImportError:  # Windows
 
 @contextlib.contextmanager
 def together(*paths, mode="wb", **options):
-    """Files to write that stand at `paths` once all of all is on the disk; where that fails, all is as it was.
+    """Files to write that stand at `paths` once all of them are whole on the disk; until then all is as it was.
 
     Of several, the old last one is removed first and the new one put there last: where it is, all belong together.
     """

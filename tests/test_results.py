@@ -123,6 +123,8 @@ def test_figures_in_the_text_are_those_that_were_measured():
     said += [f"with Adam {ratio['adam', 'opt']} and {ratio['adam', 'params']}."]
     share = results("peers_small", ours={})[0]["share_of_matmul_rate"]
     said += [f"The small setting's step runs at {share:.0%} of the rate of a"]
+    seeds = [f"{entry['bpb']:.2f}" for entry in results("seeds", split="valid")]
+    said += [f"Three seeds end at {seeds[0]}, {seeds[1]} and {seeds[2]} valid bits per byte"]
     (clock,), trained = results("peers_clock"), results("peers_quality")
     said += [f"our copy of it in PyTorch at {trained[-1]['valid_nats']:.3f}, in {clock['clock_full_s']:.0f} s here"]
     for steps in (290, 960):
