@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-HIDDEN = -1e30  # the score of a key that is not visible, as in attention.py: this file imports nothing but jax
+MASK_VALUE = -1e30  # the score of a key that is not visible, as in txl.py: this file imports nothing but jax
 
 
 class Tiles(NamedTuple):
@@ -75,25 +75,28 @@ def _in_low(N):
     return lax.broadcasted_iota(jnp.int32, (N, N), 0) + lax.broadcasted_iota(jnp.int32, (N, N), 1) >= N - 1
 
 
-def _scores(q_u, k, low, high, lo, i, j, slot, scratch, tiles):
-    """Scores of tile i, j [N, N], HIDDEN where not visible. low, high: q_v times blocks g, g + 1 of r; lo [N, 1]."""
+def _scores(q_u, k, low, high, kv_start, i, j, slot, scratch, tiles):
+    """Scores of tile i, j [N, N], MASK_VALUE where not visible. low, high: q_v times blocks g, g + 1 of r.
+
+    kv_start [N, 1].
+    """
     N = tiles.N
     position = _roll(jnp.where(_in_low(N), low, high), slot, scratch, tiles)
     key = j * N + lax.broadcasted_iota(jnp.int32, (N, N), 1)
     last = (i + tiles.m) * N + lax.broadcasted_iota(jnp.int32, (N, N), 0)
-    return jnp.where((lo <= key) & (key <= last), _dot(q_u, k, (1, 1)) + position, HIDDEN)
+    return jnp.where((kv_start <= key) & (key <= last), _dot(q_u, k, (1, 1)) + position, MASK_VALUE)
 
 
-def _forward(q_u, q_v, lo, k, v, r, out, lse, *scratch, tiles):
+def _forward(q_u, q_v, kv_start, k, v, r, out, lse, *scratch, tiles):
     """Program i, a tile of queries: its output and log-sum-exps."""
     i, N = pl.program_id(0), tiles.N
-    q_u, q_v, lo = q_u[...], q_v[...], lo[...]
+    q_u, q_v, kv_start = q_u[...], q_v[...], kv_start[...]
     first, own = jnp.maximum(i + tiles.m - tiles.reach, 0), i + tiles.m
 
     def body(j, carry):
         acc, top, total, low = carry
         high = _dot(q_v, _at(r, j - i + tiles.n, N), (1, 1))  # the next tile's low
-        scores = _scores(q_u, _at(k, j, N), low, high, lo, i, j, j & 1, scratch, tiles)
+        scores = _scores(q_u, _at(k, j, N), low, high, kv_start, i, j, j & 1, scratch, tiles)
         new = jnp.maximum(top, scores.max(1, keepdims=True))
         weights, old = jnp.exp(scores - new), jnp.exp(top - new)
         acc = acc * old + _dot(weights.astype(v.dtype), _at(v, j, N))
@@ -101,8 +104,8 @@ def _forward(q_u, q_v, lo, k, v, r, out, lse, *scratch, tiles):
 
     column = lambda value: jnp.full((N, 1), value, jnp.float32)
     low = _dot(q_v, _at(r, first - i + tiles.n - 1, N), (1, 1))
-    # A first top of HIDDEN / 2, not HIDDEN, so that a hidden key weighs 0 in a row that sees none.
-    start = jnp.zeros(q_u.shape, jnp.float32), column(HIDDEN / 2), column(0), low
+    # A first top of MASK_VALUE / 2, not MASK_VALUE, so that a hidden key weighs 0 in a row that sees none.
+    start = jnp.zeros(q_u.shape, jnp.float32), column(MASK_VALUE / 2), column(0), low
     acc, top, total, _ = lax.fori_loop(first, own + 1, body, start)
     total = jnp.where(total == 0, 1, total)
     out[...] = (acc / total).astype(out.dtype)
@@ -111,15 +114,15 @@ def _forward(q_u, q_v, lo, k, v, r, out, lse, *scratch, tiles):
 
 def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
     """Weights of tile i, j and gradients of its scores. queries: the arrays of `_dq`, tile i; band: blocks g, g + 1."""
-    q_u, q_v, lo, do, lse, delta = queries
+    q_u, q_v, kv_start, do, lse, delta = queries
     low, high = (_dot(q_v, r, (1, 1)) for r in band)
-    weights = jnp.exp(_scores(q_u, k, low, high, lo, i, j, slot, scratch, tiles) - lse)
+    weights = jnp.exp(_scores(q_u, k, low, high, kv_start, i, j, slot, scratch, tiles) - lse)
     return weights, weights * (_dot(do, v, (1, 1)) - delta)
 
 
-def _dq(q_u, q_v, lo, do, lse, delta, k, v, r, dq_u, dq_v, *scratch, tiles):
+def _dq(q_u, q_v, kv_start, do, lse, delta, k, v, r, dq_u, dq_v, *scratch, tiles):
     """Program i, a tile of queries: gradients of its q_u and q_v."""
-    i, N, queries = pl.program_id(0), tiles.N, [ref[...] for ref in (q_u, q_v, lo, do, lse, delta)]
+    i, N, queries = pl.program_id(0), tiles.N, [ref[...] for ref in (q_u, q_v, kv_start, do, lse, delta)]
     own, zero = i + tiles.m, jnp.zeros(q_u.shape, jnp.float32)
 
     def body(j, carry):
@@ -137,9 +140,9 @@ def _dq(q_u, q_v, lo, do, lse, delta, k, v, r, dq_u, dq_v, *scratch, tiles):
     dq_u[...], dq_v[...] = sum_u.astype(dq_u.dtype), sum_v.astype(dq_v.dtype)
 
 
-def _dkv(q_u, q_v, lo, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
+def _dkv(q_u, q_v, kv_start, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
     """Program j, a tile of keys: their gradients and their values'."""
-    j, N, arrays = pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)
+    j, N, arrays = pl.program_id(0), tiles.N, (q_u, q_v, kv_start, do, lse, delta)
     k, v, zero = k[...], v[...], jnp.zeros(k.shape, jnp.float32)
 
     def body(i, carry):
@@ -154,9 +157,13 @@ def _dkv(q_u, q_v, lo, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
     dk[...], dv[...] = sum_k.astype(dk.dtype), sum_v.astype(dv.dtype)
 
 
-def _dr(q_u, q_v, lo, do, lse, delta, k, v, r, dr, *scratch, tiles):
+def _dr(q_u, q_v, kv_start, do, lse, delta, k, v, r, dr, *scratch, tiles):
     """Program p, the tiles on a diagonal: its part of the gradients of blocks g and g + 1, one below the other."""
-    d, N, arrays = tiles.reach - pl.program_id(0), tiles.N, (q_u, q_v, lo, do, lse, delta)  # d: tiles that j lies back
+    d, N, arrays = (
+        tiles.reach - pl.program_id(0),
+        tiles.N,
+        (q_u, q_v, kv_start, do, lse, delta),
+    )  # d: tiles that j lies back
     g = tiles.n + tiles.m - 1 - d
     band, zero = (_at(r, g, N), _at(r, g + 1, N)), jnp.zeros((N, r.shape[1]), jnp.float32)
 
@@ -219,21 +226,21 @@ def _run(kernel, count, arrays, cut, out, tiles):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(tiles, q_u, q_v, k, v, r, lo):
-    """Attention of whole tiles: r [1, H, S + N, K] has a tile of zeros at the end, lo is [B, 1, T, 1]."""
-    return _attention_forward(tiles, q_u, q_v, k, v, r, lo)[0]
+def _attention(tiles, q_u, q_v, k, v, r, kv_start):
+    """Attention of whole tiles: r [1, H, S + N, K] has a tile of zeros at the end, kv_start is [B, 1, T, 1]."""
+    return _attention_forward(tiles, q_u, q_v, k, v, r, kv_start)[0]
 
 
-def _attention_forward(tiles, q_u, q_v, k, v, r, lo):
+def _attention_forward(tiles, q_u, q_v, k, v, r, kv_start):
     row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
-    out, lse = _run(_forward, tiles.n, (q_u, q_v, lo, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)[:2]
-    return out, (q_u, q_v, k, v, r, lo, out, lse)
+    out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)[:2]
+    return out, (q_u, q_v, k, v, r, kv_start, out, lse)
 
 
 def _attention_backward(tiles, kept, do):
-    q_u, q_v, k, v, r, lo, out, lse = kept
+    q_u, q_v, k, v, r, kv_start, out, lse = kept
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1, keepdims=True)
-    arrays, n_keys, count = (q_u, q_v, lo, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
+    arrays, n_keys, count = (q_u, q_v, kv_start, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
     dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)[:2]
     dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)[:2]
     (B, H, _, K), N = k.shape, tiles.N
@@ -254,8 +261,8 @@ def check(device):
         raise ValueError(f"attention=pallas runs on a gpu or a tpu, this is a {device}: give auto, chunked or dense")
 
 
-def attention(q_u, q_v, k, v, r, lo, *, block=None, window=None, drop=None, device=None, interpret=False):
-    """`attention` of attention.py, with its arguments and result, for float32 and bfloat16; drop must be None.
+def attention(q_u, q_v, k, v, r, kv_start, *, block=None, window=None, drop=None, device=None, interpret=False):
+    """`attention` of txl.py, with its arguments and result, for float32 and bfloat16; drop must be None.
 
     block: queries and keys of a tile, a power of two and at least 16; None: what the device runs best.
     device: gpu or tpu, None: the one that is there; interpret: run that one's program on any device, for tests.
@@ -268,9 +275,9 @@ def attention(q_u, q_v, k, v, r, lo, *, block=None, window=None, drop=None, devi
     N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
     pad_t, pad_s, pad_k = -T % N, -S % N, max(16, 1 << (K - 1).bit_length()) - K
     pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, pad_k)))
-    lo = jnp.pad(jnp.maximum(lo, 0) + pad_s, ((0, 0), (pad_t, 0)))
+    kv_start = jnp.pad(jnp.maximum(kv_start, 0) + pad_s, ((0, 0), (pad_t, 0)))
     n, n_keys = (T + pad_t) // N, (S + pad_s) // N
     reach = min(-(-((window or S) - 1) // N), n_keys - 1)
     tiles = Tiles(N, n, n_keys - n, reach, device, interpret)
     arrays = pad(q_u, pad_t), pad(q_v, pad_t), pad(k, pad_s), pad(v, pad_s), pad(r[None, :, :S], pad_s, N)
-    return _attention(tiles, *arrays, lo[:, None, :, None])[:, :, pad_t:, :K]
+    return _attention(tiles, *arrays, kv_start[:, None, :, None])[:, :, pad_t:, :K]

@@ -1,16 +1,18 @@
 """Transformer-XL (Dai et al. 2019, arXiv:1901.02860): parameters are a dict of arrays, the model is functions of them.
 
-The path of the data, which is the order of this file (embed and nats are in embedding.py, a layer's parts in layer.py):
+The path of the data, which is the order of this file:
 
-    ids [B, T] -> embed -> x [B, T, D] -> L layers, each over (memory [B, M, D], x) -> hidden [B, T, D] -> nats [B, T]
+    ids [B, T] -> embed -> x [B, T, D] -> L layers, each over (memory [B, M, D], x) -> hidden [B, T, D]
+               -> cross_entropy [B, T] in training, logits [B, T, V] in generation
 
 A layer attends over S = M + T keys, memory first; the newest M of its inputs are the next segment's memory.
 
     b B  rows, each one stream of text         h H  attention heads        d D  channels of the model
     t T  positions of the segment (queries)    k K  channels of a head     e E  channels of an embedding table
-    s S  key positions                         c C  H and K joined         f F  channels between feed-forward products
+    s S  key positions                         c C  H and K joined         f F  channels inside the feed-forward layer
     x X  rows of the position table            l L  layers                 v V  vocabulary
-    M    memory length                         n N  rows joined with positions [B * T], in reading with heads [B * H]
+    M    memory length                         n N  rows joined with positions [B * T], in decoding with heads [B * H]
+    Q W  the queries and the keys of one block of chunked attention
 """
 
 import math
@@ -21,28 +23,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attention import HIDDEN, softmax_parts
-from embedding import clusters, embed, logits, nats, out_proj_name, width
-from layer import (
-    attended,
-    attention_block,
-    attention_layer,
-    attention_of,
-    dropout,
-    feed_forward,
-    first_visible,
-    keys,
-    norm,
-    queries,
-    sinusoids,
-)
-
 DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
 ATTENTION = ("auto", "dense", "chunked", "pallas")
-DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-# What makes whole weights out of shards: made again going backward, where all else is kept.
-MOVES = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_element_type")
+MASK_VALUE = -1e30  # the score of a key that a query may not see: finite, so that no gradient is NaN
+
+
+# config and parameters
+
+
+def check_fields(config, zero=()):
+    """Checks the types and ranges of a frozen dataclass and makes lists tuples, whole numbers floats, as fields want.
+
+    A number's least value is 1 (whole) or above 0 (float), or its default if that is less; 0 for the fields in `zero`.
+    ValueError names the field, what was found and what is wanted.
+    """
+    for f in fields(config):
+        value, kind = getattr(config, f.name), type(f.default)
+        if kind is tuple and isinstance(value, list):
+            object.__setattr__(config, f.name, tuple(value))  # JSON has no tuples
+        elif kind is float and type(value) is int:
+            object.__setattr__(config, f.name, float(value))
+        elif type(value) is not kind:
+            raise ValueError(f"{f.name}={value!r} is a {type(value).__name__}: give a {kind.__name__}")
+        if kind is float:
+            above = f.default > 0 and f.name not in zero
+            if not math.isfinite(value) or value < 0 or (above and value == 0):
+                raise ValueError(f"{f.name}={value} is out of range: give {'more than 0' if above else '0 or more'}")
+        if kind is int:
+            least = 0 if f.name in zero else 1
+            if value < least and value != f.default:
+                default = f"{f.default}, " if f.default < least else ""
+                raise ValueError(f"{f.name}={value} is out of range: give {default}{least} or more")
+            if value >= 2**31:
+                raise ValueError(f"{f.name}={value} is out of range: give less than 2**31")
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Config:
     n_head: int = 4  # attention heads
     d_model: int = 192  # width of the model
     d_head: int = 48  # width of a head
-    d_inner: int = 768  # width of the feed-forward layer
+    d_inner: int = 768  # width inside the feed-forward layer
     d_embed: int = 0  # width of the (first) embedding table; 0: d_model
     mem_len: int | tuple = 128  # hidden states remembered per layer; with --eval_only several lengths: 0,64,128
     dropout: float = 0.0  # share of activations dropped in training
@@ -71,36 +85,23 @@ class Config:
     remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
     attention: str = "auto"  # dense, chunked, pallas (GPU, TPU); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention
-    layer_rows: int = 0  # rows at a time in what is rebuilt (chunked attention, remat=full); 0: few on a CPU, else all
+    layer_rows: int = 0  # rows at a time in what is recomputed (chunked, remat=full); 0: few on a CPU, else all
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     dtype: str = "float32"  # what layers compute in and memory holds: float32, bfloat16, float64
 
     def __post_init__(self):
-        for f in fields(self):
-            value, kind = getattr(self, f.name), type(f.default)
-            if kind is tuple and isinstance(value, list):
-                object.__setattr__(self, f.name, tuple(value))  # as JSON has it
-            elif kind is float and type(value) is int:
-                object.__setattr__(self, f.name, float(value))
-            elif type(value) is not kind:
-                raise ValueError(f"{f.name}={value!r} is a {type(value).__name__}: give a {kind.__name__}")
-            low = 0 if f.name in ("mem_len", "d_embed", "loss_chunk", "layer_rows", "reset_on") else 1
-            off = f.name in ("clamp_len", "reset_on")  # -1
-            if kind is int and value < low and not (off and value == -1):
-                raise ValueError(f"{f.name}={value} is out of range: give {'-1, ' * off}{low} or more")
-            if kind is int and value >= 2**31:
-                raise ValueError(f"{f.name}={value} is out of range: give less than 2**31")
-        for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is out of range: give 0 <= {name} < 1")
+        check_fields(self, zero=("mem_len", "reset_on"))
         for name, known in (("dtype", DTYPES), ("remat", REMAT), ("attention", ATTENTION)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(known)}")
+        for name in ("dropout", "dropatt"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give 0 <= {name} < 1")
         if self.reset_on >= self.n_token:
             raise ValueError(f"reset_on={self.reset_on} is no id: give -1 to {self.n_token - 1}")
         if self.attention == "pallas" and (self.dropatt or self.dtype == "float64"):
             found = f"dropatt={self.dropatt}, dtype={self.dtype}"
-            raise ValueError(f"attention=pallas knows no dropatt and no float64, here {found}: give chunked or dense")
+            raise ValueError(f"attention=pallas has no dropatt and no float64, here {found}: give chunked or dense")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: sines and cosines need an even width")
         edges = (0, *self.cutoffs, self.n_token)
@@ -108,35 +109,109 @@ class Config:
             raise ValueError(f"cutoffs={self.cutoffs}: give ids of 1 to n_token - 1 = {self.n_token - 1}, ascending")
         if self.tie_projs and (len(self.tie_projs) != len(edges) - 1 or any(t not in (0, 1) for t in self.tie_projs)):
             raise ValueError(f"tie_projs={self.tie_projs}: give 0 or 1 for each of {len(edges) - 1} clusters")
-        if width(self, len(self.cutoffs)) < 1:
+        if embed_width(self, len(self.cutoffs)) < 1:
             raise ValueError(f"div_val={self.div_val} leaves the last cluster no width: give a smaller one")
 
 
+def check_available(cfg):
+    """ValueError where this process can't compute a config: float64 without x64, kernels without their device."""
+    if cfg.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError("dtype=float64 needs JAX_ENABLE_X64=1: set it, or give float32")
+    attention_fn(cfg)
+
+
+def check_devices():
+    """ValueError where jax finds no device, or would run each operation by itself."""
+    if jax.config.jax_disable_jit:
+        raise ValueError("JAX_DISABLE_JIT=1 runs every operation by itself, far too slowly for a model: unset it")
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as e:
+        found = f"jax finds no device for JAX_PLATFORMS={jax.config.jax_platforms}"
+        why = " ".join(str(e).split())[:200]
+        raise ValueError(f"{found}{why and f' ({why})'}: unset it, or install jax for that device") from None
+
+
+def acc_dtype(cfg):
+    """The dtype of positions, softmax, layer norm statistics, logits and losses: float32 or wider."""
+    return jnp.promote_types(cfg.dtype, jnp.float32)
+
+
+class Cluster(NamedTuple):
+    """A part of the vocabulary with a softmax of its own (Grave et al. 2016, arXiv:1609.04309)."""
+
+    start: int  # first id
+    stop: int  # first id after it
+    table: int  # which embedding table holds its rows
+    rows: slice  # and where
+
+
+def embed_width(cfg, table):
+    """Channels of embedding table number `table`."""
+    return (cfg.d_embed or cfg.d_model) // cfg.div_val**table
+
+
+def clusters(cfg):
+    """The vocabulary's clusters, the most frequent ids first; a single one without `cutoffs`."""
+    edges = (0, *cfg.cutoffs, cfg.n_token)
+    spans = list(zip(edges, edges[1:]))
+    if cfg.div_val == 1:  # one table for all
+        return [Cluster(a, b, 0, slice(a, b)) for a, b in spans]
+    return [Cluster(a, b, i, slice(0, b - a)) for i, (a, b) in enumerate(spans)]
+
+
+def out_proj_name(cfg, i):
+    """The parameter that projects hidden states to cluster i's width, or None where none is needed."""
+    table = clusters(cfg)[i].table
+    if cfg.div_val == 1 and embed_width(cfg, 0) == cfg.d_model:
+        return None
+    tied = cfg.tie_projs[i] if cfg.tie_projs else i > 0
+    return f"embed_proj_{table}" if tied else f"out_proj_{i}"
+
+
 def param_shapes(cfg):
-    """The parameter table: {name: float32 ShapeDtypeStruct}, the layers' stacked under "layers" on a leading L."""
+    """The parameter table: {name: float32 ShapeDtypeStruct}, the layers' under "layers" with a leading L."""
     L, H, D, K, F = cfg.n_layer, cfg.n_head, cfg.d_model, cfg.d_head, cfg.d_inner
-    shapes = {"u": (L, H, K) if cfg.untie_r else (H, K), "v": (L, H, K) if cfg.untie_r else (H, K)}
+    shapes = {
+        "u": (L, H, K) if cfg.untie_r else (H, K),  # u of the paper: added to queries against content
+        "v": (L, H, K) if cfg.untie_r else (H, K),  # and v: against positions
+        "layers": {
+            "w_q": (L, D, H, K),
+            "w_k": (L, D, H, K),  # W_k,E of the paper
+            "w_v": (L, D, H, K),
+            "w_r": (L, D, H, K),  # W_k,R
+            "w_o": (L, H, K, D),
+            "ln1_scale": (L, D),
+            "ln1_bias": (L, D),
+            "w_1": (L, D, F),
+            "b_1": (L, F),
+            "w_2": (L, F, D),
+            "b_2": (L, D),
+            "ln2_scale": (L, D),
+            "ln2_bias": (L, D),
+        },
+    }
     parts = clusters(cfg)
     for i in {part.table for part in parts}:
-        rows, E = sum(part.stop - part.start for part in parts if part.table == i), width(cfg, i)
-        shapes |= {f"embed_{i}": (rows, E), f"out_bias_{i}": (rows,)}
-        shapes |= {} if cfg.tie_weight else {f"out_{i}": (rows, E)}
-        shapes |= {f"embed_proj_{i}": (E, D)} if out_proj_name(cfg, 0) else {}
+        rows, E = sum(part.stop - part.start for part in parts if part.table == i), embed_width(cfg, i)
+        shapes[f"embed_{i}"] = (rows, E)
+        shapes[f"out_bias_{i}"] = (rows,)
+        if not cfg.tie_weight:
+            shapes[f"out_{i}"] = (rows, E)
+        if out_proj_name(cfg, 0):
+            shapes[f"embed_proj_{i}"] = (E, D)
     for i, part in enumerate(parts):
-        name = out_proj_name(cfg, i)
-        shapes |= {name: (width(cfg, part.table), D)} if name else {}
+        if name := out_proj_name(cfg, i):
+            shapes[name] = (embed_width(cfg, part.table), D)
     if cfg.cutoffs:
-        shapes |= {"cluster": (len(cfg.cutoffs), width(cfg, 0)), "cluster_bias": (len(cfg.cutoffs),)}
-    layer = {"w_q": (D, H, K), "w_k": (D, H, K), "w_v": (D, H, K), "w_r": (D, H, K), "w_o": (H, K, D)}
-    layer |= {"w_1": (D, F), "b_1": (F,), "w_2": (F, D), "b_2": (D,)}
-    layer |= {"ln1_scale": (D,), "ln1_bias": (D,), "ln2_scale": (D,), "ln2_bias": (D,)}
-    shapes["layers"] = {name: (L, *shape) for name, shape in layer.items()}
-    leaf = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        shapes["cluster"] = (len(cfg.cutoffs), embed_width(cfg, 0))
+        shapes["cluster_bias"] = (len(cfg.cutoffs),)
+    struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.tree.map(struct, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def count_params(cfg):
-    """How many numbers a model's parameters are."""
+    """The number of parameters."""
     return sum(math.prod(a.shape) for a in jax.tree.leaves(param_shapes(cfg)))
 
 
@@ -166,152 +241,491 @@ def init_mems(cfg, batch):
     return Mems(jnp.zeros(shape, cfg.dtype), jnp.zeros(batch, jnp.int32))
 
 
-def _few(T, cfg):
-    """Rows whose scores [T, S] of one head are at most 2**16 together: a CPU's cache holds what is made of them."""
+# from ids to the first layer: embedding, positions, what each query may see, dropout
+
+
+def embed(params, ids, cfg):
+    """Scaled embeddings [B, T, D] in cfg.dtype of ids [B, T]."""
+    x = 0
+    ids = ids.astype(jnp.int32)  # in uint8, 256 would be 0
+    for i, start in {part.table: part.start - part.rows.start for part in clusters(cfg)}.items():
+        table = params[f"embed_{i}"]
+        rows = table[jnp.clip(ids - start, 0, len(table) - 1)].astype(cfg.dtype)
+        if f"embed_proj_{i}" in params:
+            rows = jnp.einsum("bte,ed->btd", rows, params[f"embed_proj_{i}"].astype(cfg.dtype))
+        inside = (ids >= start) & (ids < start + len(table))
+        x = x + jnp.where(inside[..., None], rows, 0)
+    return x * jnp.asarray(math.sqrt(cfg.d_model), cfg.dtype)
+
+
+def sinusoidal_embedding(distances, cfg):
+    """Position table [X, D] in cfg.dtype for distances [X]: sines, then cosines, computed wide and rounded once."""
+    # Unlike the original: no dropout here, since masks belong to rows and all rows share this table.
+    if cfg.clamp_len > 0:
+        distances = jnp.minimum(distances, cfg.clamp_len)
+    frequencies = 10000.0 ** (-jnp.arange(0, cfg.d_model, 2, acc_dtype(cfg)) / cfg.d_model)
+    angles = jnp.outer(distances.astype(acc_dtype(cfg)), frequencies)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1).astype(cfg.dtype)
+
+
+def attention_starts(ids, fill, cfg):
+    """kv_start [B, T]: query t of ids [B, T] sees the keys kv_start <= s <= t + M; and memory's new fill [B].
+
+    How much of memory is real, same_length and the starts of documents all become this one number per query.
+    """
+    (B, T), M = ids.shape, cfg.mem_len
+    kv_start = jnp.broadcast_to((M - fill)[:, None], (B, T))
+    new_fill = jnp.minimum(fill + T, M)
+    if cfg.same_length:
+        kv_start = jnp.maximum(kv_start, jnp.arange(T)[None])
+    if cfg.reset_on >= 0:
+        starts = jnp.where(ids == cfg.reset_on, M + jnp.arange(T)[None], 0)
+        document = lax.cummax(starts, 1)  # start of the newest document
+        kv_start = jnp.maximum(kv_start, document)
+        last = document[:, -1]
+        new_fill = jnp.where(last > 0, jnp.minimum(M + T - last, M), new_fill)
+    return kv_start, new_fill
+
+
+# Dropout is a counter hash: a mask depends on the row's key, the layer, the site and the entry's index, never on how
+# rows, heads or blocks are split up. Sites of a layer: 0 attention weights, 1 attention's output, 2 inside the
+# feed-forward layer, 3 its output. As layer n_layer: 0 the first layer's input, 1 the last layer's output.
+
+
+def hash32(x):
+    """A 32-bit mixer: two rounds of multiply and shift (constants: C. Wellons' search, lowbias32)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def dropout_seeds(key, layer_index, dropout_site):
+    """[B, 2] uint32 from one key per row [B]."""
+    bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
+    return bits ^ hash32(jnp.uint32(layer_index) * 8 + dropout_site)
+
+
+def hash_dropout(x, seeds, counter, rate):
+    """x with a share `rate` of its entries 0 and the rest scaled up. counter, as x but 1 for B: indices, uint32."""
+    seeds = seeds.reshape(-1, 2, *(1,) * (x.ndim - 1))
+    bits = hash32(hash32(counter ^ seeds[:, 0]) ^ seeds[:, 1])
+    return jnp.where(bits >= jnp.uint32(rate * 2**32), x * (1 / (1 - rate)), 0)
+
+
+def dropout(x, key, layer_index, dropout_site, cfg):
+    """Dropout of x [B, T, D]; key None or rate 0: x."""
+    if key is None or not cfg.dropout:
+        return x
+    counter = lax.iota(jnp.uint32, x.shape[1] * x.shape[2]).reshape(1, *x.shape[1:])
+    return hash_dropout(x, dropout_seeds(key, layer_index, dropout_site), counter, cfg.dropout)
+
+
+# relative attention (equation 2 of the paper)
+
+
+def attention_block(cfg, T):
+    """Queries at a time in chunked attention of segments of T; None: dense or pallas."""
+    kind = cfg.attention
+    if kind == "auto":  # on a CPU, scores that stay in its cache are worth computing twice
+        kind = "chunked" if jax.default_backend() == "cpu" or T >= 4 * cfg.attn_block else "dense"
+    return cfg.attn_block if kind == "chunked" else None
+
+
+def attention_fn(cfg):
+    """The attention function of a config. ValueError where this machine's devices can't run it."""
+    if cfg.attention != "pallas":
+        return attention
+    try:
+        import kernels
+    except ModuleNotFoundError as e:
+        if e.name != "kernels":
+            raise
+        raise ValueError("attention=pallas needs kernels.py beside txl.py: restore it, or give chunked") from None
+    kernels.check(jax.default_backend())
+    return kernels.attention
+
+
+def attention(q_u, q_v, k, v, r, kv_start, *, block, window=None, drop=None):
+    """q_u, q_v [B, H, T, K], k, v [B, H, S, K], r [H, X, K], kv_start [B, T] -> [B, H, T, K].
+
+    Queries come scaled, with the biases u and v added. Query t sees the keys kv_start <= s <= t + S - T. Row x of r is
+    the position of distance S - 1 - x; rows from S on may hold anything (one of them saves a copy: X = S + 1).
+    block: queries at a time, recomputed in the backward pass; None: dense, all scores at once.
+    window: keys that a query sees at most, itself included. drop: (seeds [B, 2], rate) or None.
+    """
+    seeds, rate = drop or (None, 0)
+
+    def one_row(r, q_u, q_v, k, v, kv_start, seeds):
+        return attend_row(q_u, q_v, k, v, r, kv_start, block, window, drop and (seeds, rate))
+
+    args = (q_u, q_v, k, v, kv_start, seeds)
+    if len(q_u) == 1:  # a batch axis of 1 makes XLA on a CPU a third slower
+        return one_row(r, *jax.tree.map(lambda a: a[0], args))[None]
+    return jax.vmap(one_row, (None,) + (0,) * 6)(r, *args)
+
+
+def attend_row(q_u, q_v, k, v, r, kv_start, block, window, drop):
+    """`attention` of one row, in blocks of queries over the keys that their windows reach."""
+    (H, T, K), S = q_u.shape, k.shape[1]
+    M, Q = S - T, min(block or T, T)
+    pad = -T % Q
+    blocks, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
+    # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first. Behind it come
+    # rows that no query meets: dynamic_slice would move a start that is too far right.
+    q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
+    kv_start = jnp.pad(kv_start, (0, pad))
+    behind = S + (1 if blocks == 1 else T + pad) - r.shape[1]
+    r = jnp.pad(r, ((0, 0), (pad, max(behind, 0)), (0, 0)))
+
+    def one_block(args):
+        q_u, q_v, kv_start, i = args
+        start = jnp.clip(i * Q + M + Q - W, 0, S + pad - W)
+        t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
+        k_block, v_block = (lax.dynamic_slice_in_dim(a, start, W, 1) for a in (k, v))
+        r_block = lax.dynamic_slice_in_dim(r, start + (blocks - 1 - i) * Q, W + 1, 1)
+        return attend_block(q_u, q_v, k_block, v_block, r_block, kv_start, t, s, drop and (*drop, T, S))
+
+    if blocks == 1:
+        return one_block((q_u, q_v, kv_start, 0))
+    split = lambda a: jnp.moveaxis(a.reshape(H, blocks, Q, K), 1, 0)
+    args = (split(q_u), split(q_v), kv_start.reshape(blocks, Q), jnp.arange(blocks))
+    out = lax.map(jax.checkpoint(one_block), args)
+    return jnp.moveaxis(out, 0, 1).reshape(H, T + pad, K)[:, :T]
+
+
+def attend_block(q_u, q_v, k, v, r, kv_start, t, s, drop):
+    """Attention of queries [H, Q, K] of one row over keys [H, W, K]; t [Q], s [W]: their places among the S keys.
+
+    The last query meets key w at row w of r [H, W + 1, K]; the extra row is never visible.
+    """
+    H, Q, W = len(q_u), len(t), len(s)
+    acc = jnp.promote_types(q_u.dtype, jnp.float32)
+    content = jnp.einsum("htk,hsk->hts", q_u, k, preferred_element_type=acc)  # terms (a) and (c) of the paper
+    position = jnp.einsum("htk,hxk->htx", q_v, r, preferred_element_type=acc)  # terms (b) and (d)
+    # The relative shift: row t moves left by Q - 1 - t, by reading the same numbers in rows that are one shorter.
+    position = position.reshape(H, Q * (W + 1))[:, Q - 1 : Q - 1 + Q * W].reshape(H, Q, W)
+    visible = (kv_start[None, :, None] <= s[None, None]) & (s[None, None] <= t[None, :, None])  # [1, Q, W]
+    weights, total = unnormalized_softmax(jnp.where(visible, content + position, MASK_VALUE))
+    if drop is not None:
+        seeds, rate, T, S = drop
+        query = lax.iota(jnp.uint32, H)[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[None, :, None]
+        weights = hash_dropout(weights, seeds, query * S + s.astype(jnp.uint32)[None, None], rate)
+    out = jnp.einsum("hts,hsk->htk", weights.astype(v.dtype), v, preferred_element_type=acc)
+    return (out / total).astype(v.dtype)
+
+
+def unnormalized_softmax(scores):
+    """Softmax over the last axis as (weights, their sum); a row that sees nothing gets weights 0, not NaN."""
+    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), MASK_VALUE / 2))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    return weights, jnp.where(total == 0, 1, total)
+
+
+# one layer; p: its parameters in cfg.dtype
+
+
+def layer_norm(x, scale, bias):
+    """Layer norm over the last axis, statistics in float32 or wider."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5)
+    lead = (1,) * (y.ndim - 1)
+    return (y * scale.reshape(*lead, -1) + bias.reshape(*lead, -1)).astype(x.dtype)
+
+
+def project_heads(w, x, cfg):
+    """x [B, T, D] by w [D, H, K], or by w [D, C] of `unstack`, -> [B, H, T, K]."""
+    if w.ndim == 3:
+        return jnp.einsum("btd,dhk->bhtk", x, w)
+    # XLA on a CPU would transpose weights of the other form at every call.
+    return jnp.einsum("btd,dc->btc", x, w).reshape(*x.shape[:2], cfg.n_head, cfg.d_head).swapaxes(1, 2)
+
+
+def project_q(p, x, cfg):
+    """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
+    q = project_heads(p["w_q"], x, cfg)
+    scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
+    return ((q + p[bias][None, :, None]) * scale for bias in ("u", "v"))
+
+
+def project_kv(p, x, cfg):
+    """Keys and values [B, H, S, K] of x [B, S, D]."""
+    return project_heads(p["w_k"], x, cfg), project_heads(p["w_v"], x, cfg)
+
+
+def project_r(p, distances, cfg):
+    """Projected positions [H, X, K] of distances [X]."""
+    return jnp.einsum("xd,dhk->hxk", sinusoidal_embedding(distances, cfg), p["w_r"])
+
+
+def output_projection(p, x, out, cfg, *, layer_index=0, key=None):
+    """The end of the attention sublayer: its input x [B, T, D] and heads' outputs [B, H, T, K] -> [B, T, D]."""
+    out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
+    x = x + dropout(out, key, layer_index, 1, cfg)
+    return x if cfg.pre_norm else layer_norm(x, p["ln1_scale"], p["ln1_bias"])
+
+
+def attention_sublayer(p, x, mem, kv_start, positions, cfg, *, layer_index=0, key=None):
+    """x [B, T, D] attends over memory [B, M, D] and itself -> [B, T, D]. positions [S, D]: the sinusoids."""
+    with jax.named_scope("attention"):
+        cat = jnp.concatenate([mem, x], 1)
+        if cfg.pre_norm:
+            cat = layer_norm(cat, p["ln1_scale"], p["ln1_bias"])
+        q_u, q_v = project_q(p, cat[:, cfg.mem_len :], cfg)
+        k, v = project_kv(p, cat, cfg)
+        r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
+        drop = (dropout_seeds(key, layer_index, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
+        window = cfg.mem_len + 1 if cfg.same_length else None
+        block = attention_block(cfg, x.shape[1])
+        out = attention_fn(cfg)(q_u, q_v, k, v, r, kv_start, block=block, window=window, drop=drop)
+        return output_projection(p, x, out, cfg, layer_index=layer_index, key=key)
+
+
+def feed_forward(p, x, cfg, *, layer_index=0, key=None):
+    """The feed-forward sublayer: x [B, T, D] -> [B, T, D]."""
+    with jax.named_scope("feed_forward"):
+        y = layer_norm(x, p["ln2_scale"], p["ln2_bias"]) if cfg.pre_norm else x
+        y = y.reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
+        y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"][None])
+        y = dropout(y.reshape(*x.shape[:2], cfg.d_inner), key, layer_index, 2, cfg).reshape(y.shape)
+        y = (jnp.einsum("nf,fd->nd", y, p["w_2"]) + p["b_2"][None]).reshape(x.shape)
+        x = x + dropout(y, key, layer_index, 3, cfg)
+        return x if cfg.pre_norm else layer_norm(x, p["ln2_scale"], p["ln2_bias"])
+
+
+# all layers, under scan and rematerialisation
+
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+# Ops that gather sharded weights; recomputed in the backward pass where all else is kept.
+GATHER_OPS = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_element_type")
+
+
+def cache_friendly_rows(T, cfg):
+    """Rows whose scores [T, S] of one head are at most 2**16 together, which stay in a CPU's cache."""
     return max(2**16 // (T * (cfg.mem_len + T)), 1)
 
 
-def _in_rows(f, xs, few, cfg):
-    """f(*xs) -> [B, ...], `layer_rows` of the batch at a time, or `few` of them on a CPU; rebuilt going backward."""
+def map_rows(f, xs, cpu_rows, cfg):
+    """f(*xs) -> [B, ...] for `layer_rows` rows at a time (0: `cpu_rows` on a CPU, else all), recomputed backward."""
     B = len(xs[0])
-    auto = few if jax.default_backend() == "cpu" else B
-    rows = max(n for n in range(1, min(cfg.layer_rows or auto, B) + 1) if B % n == 0)
+    most = cfg.layer_rows or (cpu_rows if jax.default_backend() == "cpu" else B)
+    rows = max(n for n in range(1, min(most, B) + 1) if B % n == 0)
     if rows == B:
         return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False)(*xs)
     if rows == 1:
-        one = lambda part: f(*jax.tree.map(lambda a: a[None], part))[0]
-        return lax.map(jax.checkpoint(one, prevent_cse=False), xs)
+        one_row = lambda part: f(*jax.tree.map(lambda a: a[None], part))[0]
+        return lax.map(jax.checkpoint(one_row, prevent_cse=False), xs)
     split = jax.tree.map(lambda a: a.reshape(B // rows, rows, *a.shape[1:]), xs)
     out = lax.map(jax.checkpoint(lambda part: f(*part), prevent_cse=False), split)
     return out.reshape(B, *out.shape[2:])
 
 
-def stacked_layers(params, cfg):
-    """All layers' parameters, each with a leading L, u and v among them."""
-    bias = {name: jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")}
-    return params["layers"] | bias
+def layer_params(params, cfg):
+    """All layers' parameters with a leading L, u and v among them."""
+    shared = {name: jnp.broadcast_to(params[name], (cfg.n_layer, cfg.n_head, cfg.d_head)) for name in ("u", "v")}
+    return {**params["layers"], **shared}
 
 
-def _layers(one, x, weights, h, cfg):
-    """one(x, a layer's weights, its memory, its number) over all layers: x [B, T, D] -> output, inputs [L, B, T, D].
+def scan_layers(layer_fn, x, weights, mem_h, cfg):
+    """layer_fn(x, weights, memory, layer_index) over all layers: x [B, T, D] -> output, all inputs [L, B, T, D].
 
-    With remat=full only these inputs are kept for the backward pass. They are the new memory too, so that gradients
-    are written out here: left to autodiff, the stack would exist twice.
+    With remat=full only these inputs are kept for the backward pass. They are the new memory too, so that the gradient
+    is written out here: left to autodiff, the stack would exist twice.
     """
-    numbers = jnp.arange(cfg.n_layer)
-    kept = jax.checkpoint(one, prevent_cse=False, policy=DOTS) if cfg.remat == "dots" else one
+    layer_indices = jnp.arange(cfg.n_layer)
+    kept = jax.checkpoint(layer_fn, prevent_cse=False, policy=DOTS) if cfg.remat == "dots" else layer_fn
 
-    def plain(x, weights):
-        return lax.scan(lambda x, args: (kept(x, *args), x), x, (weights, h, numbers))
+    def run(x, weights):
+        return lax.scan(lambda x, args: (kept(x, *args), x), x, (weights, mem_h, layer_indices))
 
-    def backward(saved, cotangents):
-        def body(dx, args):
-            x, weights, mem, number = args
-            return jax.vjp(lambda x, weights: one(x, weights, mem, number), x, weights)[1](dx)
-
-        inputs, weights = saved
-        return lax.scan(body, cotangents[0], (inputs, weights, h, numbers), reverse=True)
-
-    def forward(x, weights):
-        out, inputs = plain(x, weights)
+    def run_forward(x, weights):
+        out, inputs = run(x, weights)
         return (out, inputs), (inputs, weights)
 
+    def run_backward(saved, cotangents):
+        def body(dx, args):
+            x, weights, mem, layer_index = args
+            _, vjp = jax.vjp(lambda x, weights: layer_fn(x, weights, mem, layer_index), x, weights)
+            return vjp(dx)
+
+        inputs, weights = saved
+        return lax.scan(body, cotangents[0], (inputs, weights, mem_h, layer_indices), reverse=True)
+
     if cfg.remat != "full":
-        return plain(x, weights)
-    run = jax.custom_vjp(plain)
-    run.defvjp(forward, backward)
-    return run(x, weights)
+        return run(x, weights)
+    remat_run = jax.custom_vjp(run)
+    remat_run.defvjp(run_forward, run_backward)
+    return remat_run(x, weights)
 
 
-def forward(params, ids, mems, cfg, *, key=None, whole=None):
-    """ids [B, T], memory -> hidden [B, T, D], new memory. key [B]: one a row, for dropout; None: evaluation.
-
-    whole: a function from a layer's slice of params["layers"] to its weights, where they are kept in another form.
-    T is any length >= 1. Raises ValueError where memory doesn't fit ids or cfg.
-    """
-    (B, T), want = ids.shape, (cfg.n_layer, ids.shape[0], cfg.mem_len, cfg.d_model)
+def run_layers(params, ids, mems, cfg, key=None, gather_layer=None):
+    """What `forward` says -> hidden [B, T, D], the layers' inputs [L, B, T, D] without gradients, new memory."""
+    (B, T), M = ids.shape, cfg.mem_len
+    want = (cfg.n_layer, B, M, cfg.d_model)
     if mems.h.shape != want or mems.fill.shape != (B,):
         raise ValueError(f"memory is {mems.h.shape}, fill {mems.fill.shape}: ids {ids.shape} and config want {want}")
-    M, h = cfg.mem_len, lax.stop_gradient(mems.h)
-    positions = sinusoids(jnp.arange(M + T - 1, -1, -1), cfg)
-    lo, fill = first_visible(ids, mems.fill, cfg)
-    written = (jnp.arange(M) >= M - mems.fill[:, None])[..., None]  # [B, M, 1]
+    entries = cfg.n_head * T * (M + T) if cfg.dropatt else T * max(cfg.d_model, cfg.d_inner) if cfg.dropout else 0
+    if key is not None and entries > 2**32:
+        raise ValueError(f"dropout counts {entries:,} entries of a row in 32 bits: give a shorter tgt_len or mem_len")
+    mem_h = lax.stop_gradient(mems.h)
+    positions = sinusoidal_embedding(jnp.arange(M + T - 1, -1, -1), cfg)
+    kv_start, fill = attention_starts(ids, mems.fill, cfg)
+    real = (jnp.arange(M)[None] >= M - mems.fill[:, None])[..., None]  # [B, M, 1]
 
-    def one(x, weights, mem, number):
-        p = jax.tree.map(lambda a: a.astype(cfg.dtype), whole(weights) if whole else weights)
+    def layer_fn(x, weights, mem, layer_index):
+        weights = gather_layer(weights) if gather_layer else weights
+        p = jax.tree.map(lambda a: a.astype(cfg.dtype), weights)
+        rest = dict(layer_index=layer_index)
 
-        def attend(x, mem, written, lo, key):
-            mem = jnp.where(written, mem, 0)  # whatever stands there, NaN too, must not reach a product
-            return attention_layer(p, x, mem, lo, positions, cfg, number=number, key=key)
+        def attend(x, mem, real, kv_start, key):
+            mem = jnp.where(real, mem, 0)  # whatever stands there, NaN too, must not reach a product
+            return attention_sublayer(p, x, mem, kv_start, positions, cfg, key=key, **rest)
 
-        def layer(x, mem, written, lo, key):
-            return feed_forward(p, attend(x, mem, written, lo, key), cfg, number=number, key=key)
+        def whole_layer(x, mem, real, kv_start, key):
+            return feed_forward(p, attend(x, mem, real, kv_start, key), cfg, key=key, **rest)
 
-        xs = (x, mem, written, lo, key)
+        xs = (x, mem, real, kv_start, key)
         if cfg.remat == "full":
-            return _in_rows(layer, xs, max(256 // T, 1), cfg)
+            return map_rows(whole_layer, xs, max(256 // T, 1), cfg)
         if attention_block(cfg, T) is None:
-            return layer(*xs)
-        return feed_forward(p, _in_rows(attend, xs, _few(T, cfg), cfg), cfg, number=number, key=key)
+            return whole_layer(*xs)
+        return feed_forward(p, map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg), cfg, key=key, **rest)
 
-    if whole and cfg.remat == "none":  # keep all for the backward pass but whole weights
-        keep = DOTS if attention_block(cfg, T) else lambda prim, *_, **__: prim.name not in MOVES
-        one = jax.checkpoint(one, prevent_cse=False, policy=keep)
+    if gather_layer and cfg.remat == "none":  # keep all for the backward pass but gathered weights
+        keep = DOTS if attention_block(cfg, T) else lambda op, *_, **__: op.name not in GATHER_OPS
+        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False, policy=keep)
     x = dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
-    x, inputs = _layers(one, x, stacked_layers(params, cfg), h, cfg)
+    x, inputs = scan_layers(layer_fn, x, layer_params(params, cfg), mem_h, cfg)
     inputs = lax.stop_gradient(inputs)
-    h = inputs[:, :, T - M :] if T >= M else jnp.concatenate([h[:, :, T:], inputs], 2)
-    return dropout(x, key, cfg.n_layer, 1, cfg), Mems(h, fill)
+    h = inputs[:, :, T - M :] if T >= M else jnp.concatenate([mem_h[:, :, T:], inputs], 2)
+    return dropout(x, key, cfg.n_layer, 1, cfg), inputs, Mems(h, fill)
 
 
-def token_losses(params, ids, targets, mems, cfg, *, key=None, whole=None):
+def forward(params, ids, mems, cfg, *, key=None, gather_layer=None):
+    """ids [B, T], memory -> hidden [B, T, D], new memory. key [B]: one per row, for dropout; None: evaluation.
+
+    gather_layer: a function from a layer's slice of params["layers"] to its weights, where they are kept sharded.
+    T is any length >= 1. ValueError where memory doesn't fit ids or cfg, or dropout's counter is too small.
+    """
+    hidden, _, mems = run_layers(params, ids, mems, cfg, key, gather_layer)
+    return hidden, mems
+
+
+def hidden_states(params, ids, mems, cfg):
+    """ids [B, T], memory -> [L + 1, B, T, D]: each layer's input, then the last one's output; new memory."""
+    hidden, inputs, mems = run_layers(params, ids, mems, cfg)
+    return jnp.concatenate([inputs, hidden[None]]), mems
+
+
+# from hidden states to logits and losses: softmax, plain or adaptive. The first cluster's softmax also holds one entry
+# for each tail cluster, whose own softmax says which of its ids it is.
+
+
+def cluster_logits(params, hidden, i, cfg):
+    """Logits [N, cluster size] of cluster i for hidden [N, D]; the first one's end with one for each tail cluster."""
+    part, proj = clusters(cfg)[i], out_proj_name(cfg, i)
+    if proj:
+        hidden = jnp.einsum("nd,ed->ne", hidden, params[proj].astype(cfg.dtype))
+    table = params[f"embed_{part.table}" if cfg.tie_weight else f"out_{part.table}"][part.rows]
+    bias = params[f"out_bias_{part.table}"][part.rows]
+    if i == 0 and cfg.cutoffs:
+        table = jnp.concatenate([table, params["cluster"]])
+        bias = jnp.concatenate([bias, params["cluster_bias"]])
+    out = jnp.einsum("ne,ve->nv", hidden, table.astype(cfg.dtype), preferred_element_type=acc_dtype(cfg))
+    return out + bias[None]
+
+
+def logits(params, hidden, cfg):
+    """Logits [B, T, V], float32 or wider, of hidden [B, T, D]; with `cutoffs` they are log-probabilities."""
+    flat = hidden.reshape(-1, cfg.d_model)
+    out = cluster_logits(params, flat, 0, cfg)
+    if cfg.cutoffs:
+        head, parts = jax.nn.log_softmax(out), clusters(cfg)
+        tails = [jax.nn.log_softmax(cluster_logits(params, flat, i, cfg)) for i in range(1, len(parts))]
+        first = parts[0].stop
+        tails = [tail + head[:, first + i, None] for i, tail in enumerate(tails)]
+        out = jnp.concatenate([head[:, :first], *tails], 1)
+    return out.reshape(*hidden.shape[:-1], cfg.n_token)
+
+
+def select_nats(logits, index):
+    """Nats [N] of column index [N] of logits [N, V]. A comparison, since a gather's gradient is a slow scatter."""
+    chosen = jnp.where(lax.iota(index.dtype, logits.shape[1])[None] == index[:, None], logits, 0).sum(1)
+    return jax.nn.logsumexp(logits, 1) - chosen
+
+
+def chunk_cross_entropy(params, hidden, targets, cfg):
+    """Nats [N] of targets [N] given hidden [N, D]."""
+    parts = clusters(cfg)
+    tails = range(1, len(parts))
+    cluster = sum(((targets >= parts[i].start).astype(targets.dtype) for i in tails), jnp.zeros_like(targets))
+    column = jnp.where(cluster == 0, targets, parts[0].stop - 1 + cluster)
+    total = select_nats(cluster_logits(params, hidden, 0, cfg), column)
+    for i in tails:
+        tail = select_nats(cluster_logits(params, hidden, i, cfg), targets - parts[i].start)
+        total = total + jnp.where(cluster == i, tail, 0)
+    return total
+
+
+def cross_entropy(params, hidden, targets, cfg):
+    """Nats [B, T], float32 or wider, of targets [B, T]; `loss_chunk` tokens at a time, recomputed backward."""
+    with jax.named_scope("loss"):
+        N, chunk = targets.size, cfg.loss_chunk
+        hidden, flat = hidden.reshape(N, cfg.d_model), targets.reshape(N)
+        if not 0 < chunk < N:
+            return chunk_cross_entropy(params, hidden, flat, cfg).reshape(targets.shape)
+        hidden = jnp.pad(hidden, ((0, -N % chunk), (0, 0))).reshape(-1, chunk, cfg.d_model)
+        flat = jnp.pad(flat, (0, -N % chunk)).reshape(-1, chunk)
+        body = jax.checkpoint(lambda args: chunk_cross_entropy(params, *args, cfg), prevent_cse=False)
+        return lax.map(body, (hidden, flat)).reshape(-1)[:N].reshape(targets.shape)
+
+
+def token_losses(params, ids, targets, mems, cfg, *, key=None, gather_layer=None):
     """Nats [B, T] of targets [B, T], and new memory."""
-    hidden, mems = forward(params, ids, mems, cfg, key=key, whole=whole)
-    return nats(params, hidden, targets, cfg), mems
+    hidden, mems = forward(params, ids, mems, cfg, key=key, gather_layer=gather_layer)
+    return cross_entropy(params, hidden, targets, cfg), mems
 
 
-def loss_fn(params, ids, targets, mems, cfg, *, key=None, whole=None):
+def loss_fn(params, ids, targets, mems, cfg, *, key=None, gather_layer=None):
     """Mean nats per target, and new memory."""
-    losses, mems = token_losses(params, ids, targets, mems, cfg, key=key, whole=whole)
+    losses, mems = token_losses(params, ids, targets, mems, cfg, key=key, gather_layer=gather_layer)
     return losses.mean(), mems
 
 
-# reading and generating: with fixed weights, memory's keys and values are kept instead of its hidden states
+# reading and generating with fixed weights: memory's keys and values are cached instead of its hidden states
 
 
-class Cache(NamedTuple):
-    k: tuple  # L x [B * H, M + 1, K] in cfg.dtype: a ring of the newest keys
+class KVCache(NamedTuple):
+    k: tuple  # L x [B * H, M + 1, K] in cfg.dtype: a ring buffer of the newest keys
     v: tuple  # the same of values
     r: tuple  # L x [H, M + 1, K]: projected positions of distances M, M - 1, ..., 0
-    slot: jax.Array  # int32: where the next token's key goes; before it, going round, stand the tokens before it
-    fill: jax.Array  # [B] int32: how many of M are real
+    pos: jax.Array  # int32: where the next token's key goes; before it, going round, stand the tokens before it
+    length: jax.Array  # [B] int32: how many of M are real
 
 
 def unstack(params, cfg):
-    """Parameters for `read`, their layers apart and in cfg.dtype, so that no call has to slice or cast them again."""
+    """Parameters for `forward_cached`: layers apart and in cfg.dtype, so that no call has to slice or cast them."""
     if isinstance(params["layers"], tuple):
         return params
-    stacked = jax.tree.map(lambda a: a.astype(cfg.dtype), stacked_layers(params, cfg))
-    flat = {name: stacked[name].reshape(cfg.n_layer, cfg.d_model, -1) for name in ("w_q", "w_k", "w_v")}
-    stacked |= flat
-    return params | {"layers": tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(cfg.n_layer))}
-
-
-def _positions(p, distances, cfg):
-    return jnp.einsum("xd,dhk->hxk", sinusoids(distances, cfg), p["w_r"])
+    stacked = jax.tree.map(lambda a: a.astype(cfg.dtype), layer_params(params, cfg))
+    for name in ("w_q", "w_k", "w_v"):
+        stacked[name] = stacked[name].reshape(cfg.n_layer, cfg.d_model, -1)
+    layers = tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(cfg.n_layer))
+    return {**params, "layers": layers}
 
 
 def init_cache(params, cfg, batch):
     """An empty cache for `batch` rows under fixed weights, which may be `unstack`ed."""
     # Rows and heads are one axis: with two, XLA on a CPU copies the rings of one row at every token.
     shape = (batch * cfg.n_head, cfg.mem_len + 1, cfg.d_head)
-    ring = lambda: tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.n_layer))
-    r = tuple(_positions(p, jnp.arange(cfg.mem_len, -1, -1), cfg) for p in unstack(params, cfg)["layers"])
-    return Cache(ring(), ring(), r, jnp.int32(0), jnp.zeros(batch, jnp.int32))
+    k, v = (tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.n_layer)) for _ in range(2))
+    r = tuple(project_r(p, jnp.arange(cfg.mem_len, -1, -1), cfg) for p in unstack(params, cfg)["layers"])
+    return KVCache(k, v, r, jnp.int32(0), jnp.zeros(batch, jnp.int32))
 
 
-def _read_one(q_u, q_v, k, v, r, slot, reach):
-    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, S, K], its own key at `slot`.
+def attend_ring(q_u, q_v, k, v, r, pos, reach):
+    """Attention of one query per row [B, H, 1, K] over the rings k, v [B * H, S, K], its own key at `pos`.
 
     reach [B]: how many tokens back it sees.
     """
@@ -319,70 +733,74 @@ def _read_one(q_u, q_v, k, v, r, slot, reach):
     acc = jnp.promote_types(k.dtype, jnp.float32)
     content = jnp.einsum("nk,nsk->ns", q_u.reshape(-1, K), k, preferred_element_type=acc)
     position = jnp.einsum("bhtk,hxk->bhtx", q_v, r, preferred_element_type=acc).reshape(B * H, S)
-    # Ring entry s is (slot - s) mod S tokens back: turn the logits round, never the ring.
-    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), S - 1 - slot, S, 1)
-    visible = jnp.repeat((slot - jnp.arange(S)) % S <= reach[:, None], H, 0)
-    weights, total = softmax_parts(jnp.where(visible, content + position, HIDDEN))
+    # Ring entry s is (pos - s) mod S tokens back: rotate the logits, never the ring.
+    position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), S - 1 - pos, S, 1)
+    visible = jnp.repeat((pos - jnp.arange(S))[None] % S <= reach[:, None], H, 0)
+    weights, total = unnormalized_softmax(jnp.where(visible, content + position, MASK_VALUE))
     out = jnp.einsum("ns,nsk->nk", weights.astype(v.dtype), v, preferred_element_type=acc)
     return (out / total).astype(v.dtype).reshape(B, H, 1, K)
 
 
-def _read_many(p, q_u, q_v, k, v, past, new_k, new_v, lo, slot, cfg):
-    """Attention of T queries over the rings k, v and their own new keys -> out, rings in order, the oldest at 0."""
+def attend_segment(p, q_u, q_v, k, v, r, new_k, new_v, kv_start, pos, cfg):
+    """Attention of T queries over the rings k, v and their own new keys -> out, the new rings, oldest at 0."""
     (B, H, T, K), M = q_u.shape, cfg.mem_len
     # Without same_length, later queries of a segment see further than M.
-    far = jnp.zeros((H, T - 1, K), past.dtype) if cfg.same_length else _positions(p, M + jnp.arange(T - 1, 0, -1), cfg)
-    r = lax.dynamic_update_slice_in_dim(jnp.pad(far, ((0, 0), (0, M + 2), (0, 0))), past, T - 1, 1)
-    how = dict(block=attention_block(cfg, T), window=M + 1 if cfg.same_length else None)
+    far = jnp.zeros((H, T - 1, K), r.dtype) if cfg.same_length else project_r(p, M + jnp.arange(T - 1, 0, -1), cfg)
+    r = lax.dynamic_update_slice_in_dim(jnp.pad(far, ((0, 0), (0, M + 2), (0, 0))), r, T - 1, 1)
 
-    def joined(ring, new):  # [B, H, S, K]
-        turned = lambda a: lax.dynamic_slice_in_dim(jnp.concatenate([a, a], 1), (slot + 1) % (M + 1), M, 1)
-        join = lambda order: lambda a, new: jnp.concatenate([order(a).reshape(B, H, M, K), new], 2)
-        return lax.cond(slot == 0, join(lambda a: a[:, 1:]), join(turned), ring, new)  # 0: another segment was before
+    def in_order(ring, new):
+        return join(ring[:, 1:], new)
 
-    k, v = joined(k, new_k), joined(v, new_v)
-    attend = lambda q_u, q_v, k, v, lo: attention_of(cfg)(q_u, q_v, k, v, r, lo, **how)
-    out = _in_rows(attend, (q_u, q_v, k, v, lo), _few(T, cfg), cfg)
+    def rotated(ring, new):
+        return join(lax.dynamic_slice_in_dim(jnp.concatenate([ring, ring], 1), (pos + 1) % (M + 1), M, 1), new)
+
+    def join(ring, new):  # -> [B, H, S, K]
+        return jnp.concatenate([ring.reshape(B, H, M, K), new], 2)
+
+    # pos is 0 after another segment: nothing to rotate then.
+    k, v = (lax.cond(pos == 0, in_order, rotated, ring, new) for ring, new in ((k, new_k), (v, new_v)))
+    window = M + 1 if cfg.same_length else None
+
+    def attend(q_u, q_v, k, v, kv_start):
+        return attention_fn(cfg)(q_u, q_v, k, v, r, kv_start, block=attention_block(cfg, T), window=window)
+
+    out = map_rows(attend, (q_u, q_v, k, v, kv_start), cache_friendly_rows(T, cfg), cfg)
     return out, *(a[:, :, T - 1 :].reshape(B * H, M + 1, K) for a in (k, v))
 
 
-def read(params, ids, cache, cfg):
-    """ids [B, T] -> hidden [B, T, D], new cache: what `forward` gives for the same cut of the text."""
-    (B, T), rings = ids.shape, []
+def forward_cached(params, ids, cache, cfg):
+    """ids [B, T] -> hidden [B, T, D], new cache: what `forward` computes for the same cut of the text.
+
+    ValueError where the cache doesn't fit ids or cfg.
+    """
+    B, T = ids.shape
     found, want = cache.k[0].shape, (B * cfg.n_head, cfg.mem_len + 1, cfg.d_head)
-    if (len(cache.k), found, cache.fill.shape) != (cfg.n_layer, want, (B,)):
-        found = f"{len(cache.k)} layers of [B * n_head, mem_len + 1, d_head] {found}, fill {cache.fill.shape}"
-        raise ValueError(f"cache is {found}: ids {ids.shape} and config want {cfg.n_layer} of {want}, fill {(B,)}")
-    x, (lo, fill) = embed(params, ids, cfg), first_visible(ids, cache.fill, cfg)
+    if (len(cache.k), found, cache.length.shape) != (cfg.n_layer, want, (B,)):
+        found = f"{len(cache.k)} layers of [B * n_head, mem_len + 1, d_head] {found}, length {cache.length.shape}"
+        raise ValueError(f"cache is {found}: ids {ids.shape} and config want {cfg.n_layer} of {want}, length {(B,)}")
+    x = embed(params, ids, cfg)
+    kv_start, length = attention_starts(ids, cache.length, cfg)
+    rings = []
     for p, ring_k, ring_v, r in zip(unstack(params, cfg)["layers"], cache.k, cache.v, cache.r):
-        h = norm(p, x, 1) if cfg.pre_norm else x
-        q_u, q_v = queries(p, h, cfg)
-        new_k, new_v = keys(p, h, cfg)
+        h = layer_norm(x, p["ln1_scale"], p["ln1_bias"]) if cfg.pre_norm else x
+        q_u, q_v = project_q(p, h, cfg)
+        k, v = project_kv(p, h, cfg)
         if T == 1:
-            put = lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new.reshape(-1, 1, cfg.d_head), cache.slot, 1)
-            ring_k, ring_v = put(ring_k, new_k), put(ring_v, new_v)
-            out = _read_one(q_u, q_v, ring_k, ring_v, r, cache.slot, cfg.mem_len - lo[:, 0])
+            write = lambda ring, new: lax.dynamic_update_slice_in_dim(
+                ring, new.reshape(-1, 1, cfg.d_head), cache.pos, 1
+            )
+            ring_k, ring_v = write(ring_k, k), write(ring_v, v)
+            out = attend_ring(q_u, q_v, ring_k, ring_v, r, cache.pos, cfg.mem_len - kv_start[:, 0])
         else:
-            out, ring_k, ring_v = _read_many(p, q_u, q_v, ring_k, ring_v, r, new_k, new_v, lo, cache.slot, cfg)
-        x = feed_forward(p, attended(p, x, out, cfg), cfg)
+            out, ring_k, ring_v = attend_segment(p, q_u, q_v, ring_k, ring_v, r, k, v, kv_start, cache.pos, cfg)
+        x = feed_forward(p, output_projection(p, x, out, cfg), cfg)
         rings.append((ring_k, ring_v))
-    slot = (cache.slot + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(0)
+    pos = (cache.pos + 1) % (cfg.mem_len + 1) if T == 1 else jnp.int32(0)
     k, v = zip(*rings)
-    return x, Cache(k, v, cache.r, slot, fill)
+    return x, KVCache(k, v, cache.r, pos, length)
 
 
-def extend(params, ids, cache, cfg):
-    """ids [B, T] -> the logits of `read` [B, T, V] float32, new cache."""
-    hidden, cache = read(params, ids, cache, cfg)
+def decode(params, ids, cache, cfg):
+    """ids [B, T] -> logits [B, T, V] float32 of `forward_cached`, new cache."""
+    hidden, cache = forward_cached(params, ids, cache, cfg)
     return logits(params, hidden, cfg).astype(jnp.float32), cache
-
-
-def stack_caches(caches):
-    """One cache of the rows of several, which may have read different numbers of tokens."""
-    S = caches[0].k[0].shape[1]
-    turn = lambda cache, ring: jnp.roll(ring, S - 1 - cache.slot, 1)
-    join = lambda name: tuple(
-        jnp.concatenate([turn(c, getattr(c, name)[i]) for c in caches]) for i in range(len(caches[0].k))
-    )
-    r, fill = jax.tree.map(jnp.copy, caches[0].r), jnp.concatenate([c.fill for c in caches])
-    return Cache(join("k"), join("v"), r, jnp.int32(S - 1), fill)

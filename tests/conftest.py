@@ -1,5 +1,7 @@
-"""Set before jax is imported: a quick compiler and four CPU devices. And what many tests start from."""
+"""Set before jax is imported: a quick compiler, four CPU devices, a cache. And what many tests start from."""
 
+import dataclasses
+import functools
 import gc
 import json
 import os
@@ -14,68 +16,47 @@ if version("jax").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # compiles 3 times as fast; later versions have one emitter only
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # tolerances are those of full float32 products
+CACHE = tempfile.TemporaryDirectory()  # a program that several tests or their processes need is compiled once
+os.environ |= {"JAX_COMPILATION_CACHE_DIR": CACHE.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import txl  # noqa: E402
 
-SECOND = ("hacks", "import", "kernels", "model", "plan", "profiling", "reading", "sample", "scoring")  # half the work
-REPORTS = "TXL_TEST_REPORTS"  # where the second half leaves its reports
+SECOND = ("import", "kernels", "model", "sample", "tools_hacks", "tools_plan", "tools_profile", "tools_score")
+collect_ignore_glob = [] if (Path(__file__).parents[1] / "tools").exists() else ["test_tools_*.py", "test_readme.py"]
+REFERENCE = Path(__file__).parent / "reference"
+
+
+class SecondHalf(pytest.Item):
+    """The tests of the files in SECOND, run meanwhile in a process of their own: the last test of this one."""
+
+    def runtest(self):
+        code = self.process.wait()
+        self.output.seek(0)
+        lines = self.output.read().decode().splitlines()
+        if code:
+            pytest.fail("\n".join(lines), pytrace=False)
+        self.config.get_terminal_writer().line(f"\n{lines[-1]} in the second process")
+
+    def reportinfo(self):
+        return self.path, None, "the tests of the second process"
 
 
 def pytest_collection_modifyitems(session, config, items):
     """The whole suite runs in two processes, for two cores: this one, and a pytest of the files in SECOND."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if REPORTS in os.environ or not whole or config.option.keyword or config.option.collectonly:
+    words = config.invocation_params.args
+    files = {str(item.path) for item in items if item.path.stem.removeprefix("test_") in SECOND}
+    if not files or any(word.split("=")[0] not in ("-q", "-x", "-v", "--durations") for word in words):
         return
-    second = [item for item in items if item.path.stem.removeprefix("test_") in SECOND]
-    items[:] = [item for item in items if item not in second]
-    path = Path(tempfile.mkdtemp()) / "reports"
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", *{str(item.path) for item in second}]
-    command += ["-x"] if config.option.maxfail == 1 else []
-    process = subprocess.Popen(command, env=os.environ | {REPORTS: str(path)}, stdout=subprocess.DEVNULL)
-    session.second = process, path, len(second)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtestloop(session):
-    """After this half, repeats the reports of the second one as if its tests had run here."""
-    process, path, n = getattr(session, "second", (None, None, 0))
-    session.testscollected += n
-    try:
-        result = yield
-    except BaseException:
-        if process:
-            process.terminate()
-        raise
-    if process and process.wait() not in (0, 1):
-        pytest.exit(f"the second half of the tests ended with {process.returncode}", 3)
-    for line in path.read_text().splitlines() if process else ():
-        hook, data = session.config.hook, json.loads(line)
-        report = hook.pytest_report_from_serializable(config=session.config, data=data)
-        hook.pytest_runtest_logreport(report=report)
-    return result
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report):
-    if REPORTS in os.environ and report.when in ("setup", "call", "teardown"):
-        data = CONFIG[0].hook.pytest_report_to_serializable(config=CONFIG[0], report=report)
-        with open(os.environ[REPORTS], "a") as f:
-            f.write(json.dumps(data) + "\n")
-
-
-CONFIG = []
-
-
-def pytest_configure(config):
-    CONFIG[:] = [config]
-
-
-REFERENCE = Path(__file__).parent / "reference"
+    half = SecondHalf.from_parent(session, name="second_half")
+    half.output = tempfile.TemporaryFile()
+    command = [sys.executable, "-m", "pytest", "--color=no", *words, *sorted(files)]
+    half.process = subprocess.Popen(command, cwd=config.rootpath, stdout=half.output, stderr=subprocess.STDOUT)
+    config.add_cleanup(half.process.terminate)
+    items[:] = [item for item in items if str(item.path) not in files] + [half]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +64,7 @@ def few_maps():
     """Forgets compiled programs before the process reaches Linux's limit of 65,530 memory maps, where XLA crashes."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
 
@@ -95,18 +76,34 @@ def x64():
         yield
 
 
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file."""
+    from runs import TEXT
+
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_bytes(TEXT)
+    return file
+
+
 @pytest.fixture(scope="module")
-def quick_compiles(tmp_path_factory):
-    """Runs of one module that need the same program share it."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    old = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0)):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, old):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def shared_steps():
+    """Runs of one module that need the same step of training, or of evaluation, make it once."""
+    import train
+
+    made, compile_step = {}, train.compile_train_step
+    no_part_of_it = (*train.ONE_CALL, "data", "eval_every", "log_every")
+
+    def compile_once(cfg, run, layout):
+        flags = tuple(item for item in dataclasses.asdict(run).items() if item[0] not in no_part_of_it)
+        key = cfg, flags, layout, jax.config.jax_debug_nans
+        made[key] = made.get(key) or compile_step(cfg, run, layout)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "compile_train_step", compile_once)
+        patch.setattr(train, "make_eval_step", functools.cache(train.make_eval_step))
+        yield
 
 
 def make_params(cfg, seed=0, scale=0.3):
@@ -148,5 +145,5 @@ def part(arrays, prefix):
 
 def worst(got, want):
     """The largest difference between two trees of equal structure."""
-    difference = lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0))
-    return np.max(jax.tree.leaves(jax.tree.map(difference, got, want)))  # NaN if there is one
+    differences = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(initial=0), got, want)
+    return np.max(jax.tree.leaves(differences))  # NaN if there is one

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import signal
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import pytest
 from conftest import make_params
 
 import train
@@ -19,11 +21,12 @@ from data import checkpoint, tokenizer
 from data.corpora import CORPORA, File
 
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
-TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25)
+TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25, schedule="constant")  # the step does not depend on --steps
 TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
 WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])
 TEXT = "".join(WORDS[np.random.default_rng(0).integers(0, len(WORDS), 1500)]).encode()
 LINES = b" = A title = \n \n the <unk> cat , the <unk> <unk> dogs . \n" * 40
+PROSE = "The cat's — café; don't (ever)  stop.\n\n\tone, two\r\n😀 naïve\n"
 BYTE = {"kind": "byte"}
 CHAR = {"kind": "char", "symbols": ["a", "b", "c", "é", "\U0001f600"]}
 WORD = {"kind": "word", "symbols": ["<eos>", "the", "cat", "<unk>", "sat"]}
@@ -66,6 +69,26 @@ def call(main, *words, **flags):
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def interrupt(monkeypatch, step, number):
+    """Sends this process a signal while it prepares a step of training."""
+    get_batch, count = train.get_batch, [0]
+
+    def spy(*args):
+        count[0] += 1
+        if count[0] == step:
+            os.kill(os.getpid(), number)
+        return get_batch(*args)
+
+    monkeypatch.setattr(train, "get_batch", spy)
+
+
+def stopped(step, *words, number=signal.SIGINT, **flags):
+    """The Outcome of train.main that gets a signal while it prepares its step number `step`."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, step, number)
+        return call(train.main, *words, **flags)
+
+
 def refused(outcome, *words):
     """Asserts that a call ended with one line that has all `words`."""
     assert isinstance(outcome.code, str), outcome  # a text is printed, and the process exits with 1
@@ -98,25 +121,12 @@ def write_raw(path, meta, arrays):
     np.savez(path, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
 
 
-def interrupt(monkeypatch, step, number):
-    """Sends this process a signal while it prepares a step of training."""
-    batch_at, count = train.batch_at, [0]
-
-    def spy(*args):
-        count[0] += 1
-        if count[0] == step:
-            os.kill(os.getpid(), number)
-        return batch_at(*args)
-
-    monkeypatch.setattr(train, "batch_at", spy)
-
-
 def save_model(folder, cfg, params, vocab, tgt_len=8):
     """A run folder with a checkpoint that can be sampled and evaluated, made without training."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = {"step": 5, "cursor": 0, "flags": asdict(train.Run(tgt_len=tgt_len)), "corpus": "", "best": 1.0}
+    run = {"step": 5, "cursor": 0, "flags": asdict(train.TrainConfig(tgt_len=tgt_len)), "corpus": "", "best": 1.0}
     meta = {"config": asdict(cfg), "vocab": vocab, "run": run | {"versions": {"jax": jax.__version__}}}
-    checkpoint.save(folder / "best.npz", train.named({"params": params}), meta)
+    checkpoint.save(folder / "best.npz", checkpoint.flatten({"params": params}), meta)
     return folder
 
 
@@ -146,3 +156,19 @@ def stand_in(name, url=""):
     splits = {s: (text, scale(text, a), b and scale(text, b)) for s, (text, a, b) in source.splits.items()}
     known_files, known_texts = (tuple(known(*item) for item in part.items()) for part in (files, texts))
     return source._replace(url=url, files=known_files, texts=known_texts, splits=splits), files
+
+
+def subword_file(folder):
+    """A tokenizer.json of byte-level BPE, with a limit of length and a special token, trained on a few words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the cat and don't stop", "the cats ever"] * 5, trainer)
+    made.enable_truncation(5)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"

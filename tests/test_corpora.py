@@ -1,6 +1,7 @@
 """Standard corpora, from a server on this machine: what it gives, what goes wrong on the way, what is left then."""
 
 import contextlib
+import io
 import json
 import resource
 import threading
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runs import LINES, call, refused, stand_in
+from runs import call, refused, stand_in
 
 from data import corpora, prepare
 from data import tokenizer as tok
@@ -67,36 +68,35 @@ def serve(server, monkeypatch, name):
     monkeypatch.setitem(CORPORA, name, source)
     texts = dict(server.files)
     if source.files != source.texts:
-        packed = Path("packed.zip")
-        packed.write_bytes(server.files[source.files[0].name])
-        with zipfile.ZipFile(packed) as z:
+        with zipfile.ZipFile(io.BytesIO(texts[source.files[0].name])) as z:
             texts = {text.name: z.read(text.name) for text in source.texts}
-        packed.unlink()
-    return SimpleNamespace(
-        source=source, texts=texts, splits={s: texts[name][a:b] for s, (name, a, b) in source.splits.items()}
-    )
+    splits = {s: texts[name][a:b] for s, (name, a, b) in source.splits.items()}
+    return SimpleNamespace(source=source, texts=texts, splits=splits)
+
+
+def is_prepared(name, *words, **flags):
+    outcome = call(prepare.main, name, *words, **flags)
+    assert outcome.code is None and len(outcome.out.splitlines()) == 1, outcome
+    return outcome.err
 
 
 def left(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def no_corpus(name):
-    """Asserts that nothing that stands there is taken for a corpus."""
+def not_prepared(name, flags, *words):
+    """Asserts that a corpus is refused, and that nothing that stands there is taken for it."""
+    refused(call(prepare.main, name, **flags), *words)
     assert not list(Path("corpora", name).glob("*.tmp"))
-    with pytest.raises(ValueError, match=f"python -m data.prepare {name}$"):
+    with pytest.raises(ValueError, match=f"corpora/{name}/meta.json: run python -m data.prepare {name}$"):
         prepare.load(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_downloaded_prepared_and_then_found_by_it(server, monkeypatch, name):
-    with pytest.raises(ValueError, match=f"corpora/{name}/meta.json: run python -m data.prepare {name}$"):
-        prepare.load(name)
     made = serve(server, monkeypatch, name)
-    outcome = call(prepare.main, name)
-    assert outcome.code is None and len(outcome.out.splitlines()) == 1, outcome
-    for file in made.source.files:
-        assert f"{file.name}: {file.size:,} of {file.size:,} bytes, 100%" in outcome.err
+    told = is_prepared(name)
+    assert all(f"{file.name}: {file.size:,} of {file.size:,} bytes, 100%" in told for file in made.source.files)
     corpus = prepare.load(name)
     assert (corpus.name, corpus.vocab["kind"]) == (name, made.source.tokenizer)
     assert corpus.n_bytes == {s: len(text) for s, text in made.splits.items()}
@@ -106,103 +106,70 @@ def test_a_name_is_downloaded_prepared_and_then_found_by_it(server, monkeypatch,
             assert len(getattr(corpus, s)) == len(text.split()) + text.count(b"\n")
     assert [asked for asked, _ in server.asked] == [file.name for file in made.source.files]
     assert "Python" not in "".join(server.agents)
-    assert call(prepare.main, name, tokenizer="byte").code is None  # what is there is not asked for again
+    is_prepared(name, tokenizer="byte")  # what is there is not asked for again
     assert prepare.load(name).vocab == {"kind": "byte"} and len(server.asked) == len(made.source.files)
-
-
-def test_enwik8_keeps_every_byte_newlines_too(server, monkeypatch):
-    made = serve(server, monkeypatch, "enwik8")
-    call(prepare.main, "enwik8")
-    corpus = prepare.load("enwik8")
-    assert b"".join(getattr(corpus, s).tobytes() for s in prepare.SPLITS) == made.texts["enwik8"]
-    assert (corpus.train == ord("\n")).sum() == made.splits["train"].count(b"\n") > 100
-
-
-def test_words_are_numbered_by_their_count_in_training_with_eos_first(server, monkeypatch):
-    serve(server, monkeypatch, "wikitext-103")
-    call(prepare.main, "wikitext-103")
-    symbols = prepare.load("wikitext-103").vocab["symbols"]
-    assert symbols == ["<eos>", "<unk>", "=", "the", "A", "title", "cat", ",", "dogs", "."]  # 3, 3, 2, 2, 1... a round
 
 
 def test_the_table_splits_what_there_is_and_knows_every_download():
     for source in CORPORA.values():
-        sizes = {text.name: text.size for text in source.texts}
         assert all(file.size and len(bytes.fromhex(file.sha256)) == 32 for file in source.files)
-        ends = [source.splits[s][1:] for s in prepare.SPLITS]
-        if len(sizes) == 1:
-            (n,) = sizes.values()
-            assert ends[0][0] == 0 and ends[0][1] == ends[1][0] and ends[2][1] == n
-            assert ends[2] == ends[1] or ends[2][0] == ends[1][1]
+        train, valid, test = (source.splits[s] for s in prepare.SPLITS)
+        if len(source.texts) > 1:
+            assert [train, valid, test] == [(text.name, 0, None) for text in source.texts]
         else:
-            assert ends == [(0, None)] * 3 and [source.splits[s][0] for s in prepare.SPLITS] == list(sizes)
+            name, n = source.texts[0][:2]
+            assert train == (name, 0, valid[1]) and test[2] == n and test in (valid, (name, valid[2], n))
 
 
-def test_an_interrupted_download_goes_on_where_it_ended(server, monkeypatch):
-    made = serve(server, monkeypatch, "ptb")
-    server.cuts = [700, "503"]
-    outcome = call(prepare.main, "ptb")
-    assert outcome.code is None and "ptb.train.txt: 700 of" in outcome.err and "503" in outcome.err, outcome
-    assert server.asked[:3] == [("ptb.train.txt", at) for at in (None, "bytes=700-", "bytes=700-")]
-    assert Path("corpora/ptb/ptb.train.txt").read_bytes() == made.texts["ptb.train.txt"]
+BROKEN_OFF = {  # of the server's answers: where each ends, what is asked for from the second time on
+    "it goes on": ("ptb", [700, "503"], True, ["bytes=700-", "bytes=700-", None, None]),
+    "of a server that cannot": ("shakespeare", [700], False, ["bytes=700-"]),
+    "of a file that is shorter than the part": ("shakespeare", [700, "416"], True, ["bytes=700-", None]),
+}
 
 
-def test_a_server_that_cannot_go_on_starts_again(server, monkeypatch):
-    made = serve(server, monkeypatch, "shakespeare")
-    server.cuts, server.ranges = [700], False
-    assert call(prepare.main, "shakespeare").code is None and len(server.asked) == 2
-    assert Path("corpora/shakespeare/input.txt").read_bytes() == made.texts["input.txt"]
+@pytest.mark.parametrize("name, cuts, ranges, starts", BROKEN_OFF.values(), ids=BROKEN_OFF.keys())
+def test_a_broken_download_goes_on_where_it_ended_or_begins_again(server, monkeypatch, name, cuts, ranges, starts):
+    made = serve(server, monkeypatch, name)
+    file = made.source.files[0].name
+    server.cuts, server.ranges = cuts.copy(), ranges
+    told = is_prepared(name)
+    assert f"{file}: 700 of" in told and all(cut in told for cut in cuts[1:])
+    assert [start for _, start in server.asked] == [None, *starts]
+    assert Path("corpora", name, file).read_bytes() == made.texts[file]
 
 
 def test_after_three_tries_it_gives_up_and_the_next_run_goes_on(server, monkeypatch):
     made = serve(server, monkeypatch, "enwik8")
     server.cuts = [500, 0, 11]
     n = made.source.files[0].size
-    refused(call(prepare.main, "enwik8"), f"511 of {n:,} bytes in 3 tries", "run this again", "--from")
+    not_prepared("enwik8", {}, f"511 of {n:,} bytes in 3 attempts", "run this again", "--from")
     assert left("corpora/enwik8") == ["enwik8.zip.part"]
-    no_corpus("enwik8")
-    assert call(prepare.main, "enwik8").code is None and server.asked[3:] == [("enwik8.zip", "bytes=511-")]
+    is_prepared("enwik8")
+    assert server.asked[3:] == [("enwik8.zip", "bytes=511-")]
     assert prepare.load("enwik8").train.tobytes() == made.splits["train"]
 
 
-def test_without_a_server_it_says_so(server, monkeypatch):
-    source, _ = stand_in("text8", "http://127.0.0.1:9")  # discard: nobody listens
-    monkeypatch.setitem(CORPORA, "text8", source)
-    refused(call(prepare.main, "text8"), "refused", "127.0.0.1:9/text8.zip", "--from")
-    no_corpus("text8")
+def each(change):
+    """Changes what is in each file of the server."""
+    return lambda files: files.update({name: change(data) for name, data in files.items()})
 
 
-def test_a_file_that_is_not_there_is_asked_for_once(server, monkeypatch):
-    serve(server, monkeypatch, "ptb")
-    del server.files["ptb.valid.txt"]
-    refused(call(prepare.main, "ptb"), f"{server.url}/ptb.valid.txt", "404", "--from")
-    assert [name for name, _ in server.asked] == ["ptb.train.txt", "ptb.valid.txt"]
-    assert left("corpora/ptb") == ["ptb.train.txt"]
-    no_corpus("ptb")
+SPOILT = {  # words, number of files that are asked for, those that are left
+    "no such file": ("ptb", lambda files: files.pop("ptb.valid.txt"), ["/ptb.valid.txt", "404"], 2, ["ptb.train.txt"]),
+    "other bytes": ("wikitext-2", each(lambda data: data[:-1] + b"!"), ["found sha256", "want {file.sha256}"], 1, []),
+    "more bytes": ("text8", each(lambda data: data + b"!"), ["offers {more:,} bytes, want {file.size:,}"], 1, []),
+}
 
 
-def test_another_file_of_the_same_size_is_thrown_away_naming_both_checksums(server, monkeypatch):
-    made = serve(server, monkeypatch, "wikitext-2")
-    (name, data), want = *server.files.items(), made.source.files[0]
-    server.files[name] = data[:-1] + bytes([data[-1] ^ 1])
-    refused(call(prepare.main, "wikitext-2"), "wikitext-2-v1.zip", "found sha256", f"want {want.sha256}")
-    assert left("corpora/wikitext-2") == []
-    no_corpus("wikitext-2")
-
-
-def test_a_file_of_another_size_is_not_even_begun(server, monkeypatch):
-    serve(server, monkeypatch, "text8")
-    n = len(server.files["text8.zip"])
-    server.files["text8.zip"] += b"more"
-    refused(call(prepare.main, "text8"), f"offers {n + 4:,} bytes, want {n:,}", "--from")
-    assert left("corpora/text8") == []
-
-
-def test_a_part_that_is_longer_than_what_the_server_has_is_begun_again(server, monkeypatch):
-    serve(server, monkeypatch, "shakespeare")
-    server.cuts = [700, "416"]
-    assert call(prepare.main, "shakespeare").code is None
-    assert server.asked[1:] == [("input.txt", "bytes=700-"), ("input.txt", None)]
+@pytest.mark.parametrize("name, spoil, words, n_asked, rest", SPOILT.values(), ids=SPOILT.keys())
+def test_what_a_server_has_no_longer_is_refused_and_leaves_nothing(
+    server, monkeypatch, name, spoil, words, n_asked, rest
+):
+    file = serve(server, monkeypatch, name).source.files[0]
+    spoil(server.files)
+    not_prepared(name, {}, "--from", *(word.format(file=file, more=file.size + 1) for word in words))
+    assert left(f"corpora/{name}") == rest and len(server.asked) == n_asked
 
 
 @contextlib.contextmanager
@@ -216,91 +183,63 @@ def disk(n):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_while_downloading_leaves_a_part_to_go_on_from(server, monkeypatch):
+def test_a_disk_that_fills_leaves_a_part_of_a_download_to_go_on_from_and_an_old_corpus_as_it_was(server, monkeypatch):
     made = serve(server, monkeypatch, "shakespeare")
     with disk(1000):
-        refused(call(prepare.main, "shakespeare"), "corpora/shakespeare", "too large", "free space", "--out")
-    assert left("corpora/shakespeare") == ["input.txt.part"] and len(server.asked) == 1
-    no_corpus("shakespeare")
-    assert call(prepare.main, "shakespeare").code is None
-    assert server.asked[1:] == [("input.txt", "bytes=1000-")]
-    assert prepare.load("shakespeare").test.shape == (len(made.splits["test"]),)
-
-
-def test_a_disk_that_fills_while_preparing_leaves_the_old_corpus_as_it_was(server, monkeypatch):
-    made = serve(server, monkeypatch, "enwik8")
-    assert call(prepare.main, "enwik8").code is None
-    n, before = len(made.splits["valid"]), {file: file.read_bytes() for file in Path("corpora/enwik8").iterdir()}
-    with disk(n + 1):  # the zip is there already, train.bin is the first file too large
-        refused(call(prepare.main, "enwik8"), "corpora/enwik8", "too large", "free space")
-    assert {file: file.read_bytes() for file in Path("corpora/enwik8").iterdir()} == before
-
-
-def copies(made, files):
-    """Folders and files that hold a corpus, as people have them."""
-    for name, data in {**files, **made.texts}.items():
-        for file in (Path("have", name), Path("flat", Path(name).name)):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
-    one = [Path("have", text.name) for text in made.source.texts] if len(made.texts) == 1 else []
-    return [Path("have"), Path("flat"), *(Path("have", name) for name in files if name.endswith(".zip")), *one]
+        not_prepared("shakespeare", {}, "corpora/shakespeare", "too large", "free space", "--out")
+    assert left("corpora/shakespeare") == ["input.txt.part"]
+    is_prepared("shakespeare")
+    assert server.asked == [("input.txt", None), ("input.txt", "bytes=1000-")]
+    before = {file: file.read_bytes() for file in Path("corpora/shakespeare").iterdir()}
+    with disk(len(made.splits["train"]) - 1):
+        refused(call(prepare.main, "shakespeare"), "corpora/shakespeare", "too large", "free space")
+    assert {file: file.read_bytes() for file in Path("corpora/shakespeare").iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["enwik8", "wikitext-2", "ptb", "shakespeare"])
 def test_a_copy_is_taken_instead_wherever_it_lies(server, monkeypatch, name):
     made = serve(server, monkeypatch, name)
     files, server.files = server.files, {}
-    for i, place in enumerate(copies(made, files)):
-        outcome = call(prepare.main, name, "--from", place, out=f"out{i}")
-        assert outcome.code is None, (place, outcome)
-        corpus = prepare.load(f"out{i}")
-        assert corpus.n_bytes == {s: len(text) for s, text in made.splits.items()}
+    places = [Path("have"), Path("flat"), *(Path("have", file) for file in files if file.endswith(".zip"))]
+    places += [Path("have", text) for text in made.texts if len(made.texts) == 1] + [Path("texts")]
+    for held, folder in ((files | made.texts, "have"), (files | made.texts, "flat"), (made.texts, "texts")):
+        for file, data in held.items():
+            path = Path(folder, file if folder == "have" else Path(file).name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    for i, place in enumerate(places):
+        is_prepared(name, "--from", place, out=f"out{i}")
+        assert prepare.load(f"out{i}").n_bytes == {s: len(text) for s, text in made.splits.items()}
         assert left(f"out{i}") == ["meta.json", "test.bin", "train.bin", "valid.bin"]
-    Path("flat", made.source.files[0].name).unlink()
-    for text in made.source.texts:  # the texts alone, as unpacked into one folder
-        Path("flat", Path(text.name).name).write_bytes(made.texts[text.name])
-    assert call(prepare.main, name, "--from", "flat").code is None and not server.asked
+    assert not server.asked
 
 
 def test_a_url_is_asked_instead_of_the_usual_one(server, monkeypatch):
     made = serve(server, monkeypatch, "enwik8")
     monkeypatch.setitem(CORPORA, "enwik8", made.source._replace(url="http://127.0.0.1:9"))
     server.files["mirror/any.zip"] = server.files["mirror/enwik8.zip"] = server.files.pop("enwik8.zip")
-    assert call(prepare.main, "enwik8", "--from", f"{server.url}/mirror/", out="a").code is None
-    assert call(prepare.main, "enwik8", "--from", f"{server.url}/mirror/any.zip", out="b").code is None
+    is_prepared("enwik8", "--from", f"{server.url}/mirror/", out="a")
+    is_prepared("enwik8", "--from", f"{server.url}/mirror/any.zip", out="b")
     assert [name for name, _ in server.asked] == ["mirror/enwik8.zip", "mirror/any.zip"]
+    not_prepared("enwik8", {}, "refused", "127.0.0.1:9/enwik8.zip", "--from")  # nobody listens
     assert prepare.load("a").sha256 == prepare.load("b").sha256
 
 
-def test_a_copy_that_is_not_the_original_is_refused(server, monkeypatch):
-    made = serve(server, monkeypatch, "enwik8")
-    Path("enwik8").write_bytes(made.texts["enwik8"][:-1])
-    n = len(made.texts["enwik8"])
-    refused(call(prepare.main, "enwik8", "--from", "enwik8"), f"found {n - 1:,} bytes, want {n:,}")
-    Path("enwik8").write_bytes(made.texts["enwik8"][:-1] + b"!")
-    refused(call(prepare.main, "enwik8", "--from", "enwik8"), "found sha256", made.source.texts[0].sha256)
-    Path("x.zip").write_bytes(server.files["enwik8.zip"][:-9])
-    refused(call(prepare.main, "enwik8", "--from", "x.zip"), "x.zip: found", "bytes, want")
-    refused(call(prepare.main, "enwik8", "--from", "nowhere"), "nowhere: no enwik8.zip or enwik8 there", "--from")
-    no_corpus("enwik8")
-    assert not server.asked
-
-
-def test_a_folder_that_lacks_one_of_the_texts_is_refused(server, monkeypatch):
-    serve(server, monkeypatch, "ptb")
+def test_a_copy_that_is_not_the_original_or_lacks_a_text_is_refused(server, monkeypatch):
+    ptb = serve(server, monkeypatch, "ptb").texts
+    text, packed = serve(server, monkeypatch, "enwik8").texts["enwik8"], server.files["enwik8.zip"]
     Path("have").mkdir()
+    n, sha256 = len(text), CORPORA["enwik8"].texts[0].sha256
+    for name, data in {"short": text[:-1], "other": text[:-1] + b"!", "x.zip": packed[:-9]}.items():
+        Path(name).write_bytes(data)
     for name in ("ptb.train.txt", "ptb.test.txt"):
-        Path("have", name).write_bytes(server.files[name])
-    refused(call(prepare.main, "ptb", "--from", "have"), "have: no ptb.valid.txt there")
-    no_corpus("ptb")
-
-
-def test_options_that_need_a_name_or_a_folder_say_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my.txt").write_bytes(LINES)
-    refused(call(prepare.main, "my.txt"), "my.txt: no --out")
-    refused(call(prepare.main, "my.txt", "--from", "x", out="out"), "--from x is for enwik8, text8")
-    assert left(".") == ["my.txt"]
+        Path("have", name).write_bytes(ptb[name])
+    not_prepared("enwik8", {"from": "short"}, f"found {n - 1:,} bytes, want {n:,}")
+    not_prepared("enwik8", {"from": "other"}, "found sha256", sha256)
+    not_prepared("enwik8", {"from": "x.zip"}, "x.zip: found", "bytes, want")
+    not_prepared("enwik8", {"from": "nowhere"}, "nowhere: no enwik8.zip or enwik8 there", "--from")
+    not_prepared("ptb", {"from": "have"}, "have: no ptb.valid.txt there")
+    assert not server.asked
 
 
 def test_a_member_of_a_zip_is_read_in_blocks(server, monkeypatch):
@@ -313,9 +252,7 @@ def test_a_member_of_a_zip_is_read_in_blocks(server, monkeypatch):
     splits = {s: ("big", 0, None if s == "train" else 1 << 16) for s in prepare.SPLITS}  # zipfile seeks in 16 MiB steps
     monkeypatch.setitem(CORPORA, "big", corpora.Source(server.url, files, texts, splits, "byte"))
     tracemalloc.start()
-    try:
-        prepare.prepare_named("big", "out", place="big.zip")
-        assert tracemalloc.get_traced_memory()[1] < 6 * tok.BLOCK  # block, ids, what zlib and the file hold
-    finally:
-        tracemalloc.stop()
+    prepare.prepare_named("big", "out", place="big.zip")
+    assert tracemalloc.get_traced_memory()[1] < 6 * tok.BLOCK  # block, ids, what zlib and the file hold
+    tracemalloc.stop()
     assert json.loads(Path("out/meta.json").read_bytes())["n_tokens"]["train"] == 1 << 20

@@ -1,8 +1,12 @@
 """The border: tokenizers, corpora, prepared tokens, and one clear line for all that can be wrong with them."""
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import PROSE, call, refused, subword_file
 
 from data import prepare
 from data import tokenizer as tok
@@ -27,19 +32,37 @@ def write(path, text):
     return path
 
 
-def one_line(call, *words):
-    """The message of the ValueError that `call` raises: one line that has all `words`."""
+def write_splits(folder, *texts):
+    for s, text in zip(prepare.SPLITS, texts):
+        write(folder / f"{s}.txt", text)
+    return folder
+
+
+def write_ids(path, ids):
+    np.save(path, ids)
+    return path
+
+
+def splits(corpus):
+    return [getattr(corpus, s) for s in prepare.SPLITS]
+
+
+def text_of(corpus):
+    return b"".join(tok.decode(corpus.vocab, ids) for ids in splits(corpus))
+
+
+def one_line(words, call, *args, **options):
+    """Asserts that a call raises a ValueError of one line that has all `words`, a text or several things."""
     with pytest.raises(ValueError) as e:
-        call()
+        call(*args, **options)
     message = str(e.value)
     assert "\n" not in message
-    for word in words:
+    for word in [words] if isinstance(words, str) else words:
         assert str(word) in message, f"no {word!r} in: {message}"
 
 
 def prepared(tmp_path, text=MIXED, **options):
-    file = write(tmp_path / "mixed.txt", text)
-    prepare.prepare([file], tmp_path / "tokens", **options)
+    prepare.prepare([write(tmp_path / "mixed.txt", text)], tmp_path / "tokens", **options)
     return tmp_path / "tokens"
 
 
@@ -51,30 +74,23 @@ def edit_meta(folder, **changes):
 # Tokenizers
 
 
-@pytest.mark.parametrize("kind", ["byte", "char"])
-def test_every_byte_of_unicode_tabs_spaces_and_crlf_comes_back(kind):
-    vocab = tok.build(kind, UNI)
-    ids = tok.encode(vocab, UNI)
-    assert ids.dtype == np.uint8 and len(ids) == (len(UNI) if kind == "byte" else len(UNI.decode()))
-    assert tok.decode(vocab, ids) == UNI
+def test_every_byte_of_unicode_tabs_spaces_and_crlf_comes_back_and_char_symbols_are_the_sorted_code_points():
+    for kind, n in (("byte", len(UNI)), ("char", len(UNI.decode()))):
+        vocab = tok.build(kind, UNI)
+        ids = tok.encode(vocab, UNI)
+        assert ids.dtype == np.uint8 and len(ids) == n and tok.decode(vocab, ids) == UNI
+    assert tok.build("char", "bé\na—b".encode()) == {"kind": "char", "symbols": ["\n", "a", "b", "é", "—"]}
 
 
-def test_char_symbols_are_the_sorted_code_points():
-    vocab = tok.build("char", "bé\na—b".encode())
-    assert vocab == {"kind": "char", "symbols": ["\n", "a", "b", "é", "—"]}
-    assert tok.encode(vocab, b"ba\n").tolist() == [2, 1, 0]
-
-
-def test_words_are_ranked_by_count_with_eos_first_and_unk_where_its_count_puts_it():
-    text = b"a b a\nc b a d\n<unk> <unk> <unk> <unk>\n"
-    assert tok.build("word", text)["symbols"] == ["<eos>", "<unk>", "a", "b", "c", "d"]
-    assert tok.build("word", b"b a a\n")["symbols"] == ["<eos>", "a", "b", "<unk>"]
-    assert tok.build("word", b"a a a a b c b\n", min_count=2)["symbols"] == ["<eos>", "a", "b", "<unk>"]
-    assert tok.build("word", b"a a b b b c c\n", max_size=3)["symbols"] == ["<eos>", "<unk>", "b"]
-
-
-def test_words_decode_to_lines_and_a_prompt_gets_no_line_end():
-    vocab = tok.build("word", b"a b\n\nc a\n", min_count=0)
+def test_words_are_ranked_by_count_with_eos_first_and_decode_to_lines_and_a_prompt_gets_no_line_end():
+    for text, options, want in (
+        (b"a b a\nc b a d\n<unk> <unk> <unk> <unk>\n", {}, ["<unk>", "a", "b", "c", "d"]),
+        (b"b a a\n", {}, ["a", "b", "<unk>"]),
+        (b"a a a a b c b\n", dict(min_count=2), ["a", "b", "<unk>"]),
+        (b"a a b b b c c\n", dict(max_size=3), ["<unk>", "b"]),
+    ):
+        assert tok.build("word", text, **options)["symbols"] == ["<eos>", *want]
+    vocab = tok.build("word", b"a b\n\nc a\n")
     assert tok.decode(vocab, tok.encode(vocab, b"  a \t b\r\n\nc a\n a")) == b"a b\n\nc a\na"
     assert tok.encode(vocab, b"a zebra").tolist() == [vocab["symbols"].index("a"), vocab["symbols"].index("<unk>")]
 
@@ -88,29 +104,25 @@ def test_ids_take_the_smallest_type_that_holds_them():
 
 
 @pytest.mark.parametrize("kind", tok.KINDS)
-@pytest.mark.parametrize("block", [1, 3, 7, 64])
-def test_blocks_may_cut_the_text_anywhere(kind, block):
-    blocks = [MIXED[i : i + block] for i in range(0, len(MIXED), block)]
+def test_blocks_may_cut_the_text_anywhere(kind):
     vocab = tok.build(kind, MIXED)
-    assert tok.build(kind, iter(blocks)) == vocab
-    assert np.concatenate(list(tok.encode_blocks(vocab, blocks))).tolist() == tok.encode(vocab, MIXED).tolist()
+    for size in (1, 3, 7, 64):
+        blocks = [MIXED[i : i + size] for i in range(0, len(MIXED), size)]
+        assert tok.build(kind, iter(blocks)) == vocab
+        assert np.concatenate(list(tok.encode_blocks(vocab, blocks))).tolist() == tok.encode(vocab, MIXED).tolist()
 
 
-def test_an_unknown_character_is_named_with_its_place_and_the_remedy():
+def test_an_unknown_character_and_a_byte_that_is_not_utf8_are_named_with_their_place_and_the_remedy():
     vocab = tok.build("char", b"abc\n")
     want = ("'é'", "U+00E9", "index 5", "line 2", "4 symbols", "--tokenizer byte", "prompt:")
-    one_line(lambda: tok.encode(vocab, "abc\naé".encode(), what="prompt"), *want)
+    one_line(want, tok.encode, vocab, "abc\naé".encode(), what="prompt")
     blocks = [b"ab", b"c\na\xc3", b"\xa9b"]  # the same, cut within the character
-    one_line(lambda: list(tok.encode_blocks(vocab, blocks, what="prompt")), *want)
-
-
-def test_text_that_is_not_utf8_is_refused_with_the_byte_offset():
-    blocks = ["é" * 5, "abc"]
-    bad = "".join(blocks).encode() + b"\xff!"
+    one_line(want, lambda: list(tok.encode_blocks(vocab, blocks, what="prompt")))
+    bad = ("é" * 5 + "abc").encode() + b"\xff!"
     for kind in ("char", "word"):
-        one_line(lambda kind=kind: tok.build(kind, bad), "0xff", "offset 13", "--tokenizer byte")
-        one_line(lambda kind=kind: tok.build(kind, [bad[:9], bad[9:]]), "0xff", "offset 13")
-        one_line(lambda kind=kind: tok.build(kind, b"ab\xc3"), "0xc3", "offset 2")
+        one_line(("0xff", "offset 13", "--tokenizer byte"), tok.build, kind, bad)
+        one_line(("0xff", "offset 13"), tok.build, kind, [bad[:9], bad[9:]])
+        one_line(("0xc3", "offset 2"), tok.build, kind, b"ab\xc3")
     assert tok.encode(tok.build("byte", bad), bad).tobytes() == bad
 
 
@@ -119,68 +131,68 @@ def test_an_empty_prompt_starts_from_one_id_of_the_vocabulary():
         (tok.build("byte", b""), b"\n"),
         (tok.build("char", b"ab\n"), b"\n"),
         (tok.build("char", "—é".encode()), "é".encode()),
+        ({"kind": "char", "symbols": ["<unk>", "a"]}, b"a"),
         (tok.build("word", b"a b"), b"\n"),
+        ({"kind": "ids", "size": 3}, b"0"),
     ):
-        assert tok.default_prompt(vocab) == want and len(tok.encode(vocab, want)) == 1
+        assert tok.decode(vocab, [tok.start_id(vocab)]) == want
 
 
-def test_a_vocabulary_survives_json_and_a_broken_one_is_refused():
+BROKEN = [
+    ([1], "vocabulary of kind"),
+    ({"kind": "bpe"}, "'bpe'"),
+    ({"kind": "ids", "size": 0}, "size 0"),
+    ({"kind": "subword", "json": "{}"}, "size None"),
+    ({"kind": "subword", "size": 9}, "tokenizer.json"),
+    ({"kind": ["x"]}, "vocabulary of kind"),
+    ({"kind": "char"}, "without a list"),
+    ({"kind": "char", "symbols": ["<unk>"]}, "without a list"),
+    ({"kind": "char", "symbols": ["a", "bc"]}, "'bc'"),
+    ({"kind": "char", "symbols": ["a", 7]}, "symbol 7"),
+    ({"kind": "char", "symbols": ["\ud800"]}, "\\ud800"),
+    ({"kind": "char", "symbols": ["b", "a", "b"]}, "'b' more than once"),
+    ({"kind": "word", "symbols": ["<eos>", "<unk>", "a b"]}, "'a b'"),
+    ({"kind": "word", "symbols": ["<eos>", "a"]}, "<unk>"),
+]
+
+
+def test_a_vocabulary_survives_json_and_a_broken_one_or_options_that_cannot_apply_are_refused():
     for kind in tok.KINDS:
         vocab = tok.build(kind, UNI)
         assert tok.check(json.loads(json.dumps(vocab))) == vocab
-    for broken, words in (
-        ([1], "vocabulary of kind"),
-        ({"kind": "bpe"}, "'bpe'"),
-        ({"kind": ["x"]}, "vocabulary of kind"),
-        ({"kind": "char"}, "without a list"),
-        ({"kind": "char", "symbols": []}, "without a list"),
-        ({"kind": "char", "symbols": ["a", "bc"]}, "'bc'"),
-        ({"kind": "char", "symbols": ["a", 7]}, "symbol 7"),
-        ({"kind": "char", "symbols": ["\ud800"]}, "\\ud800"),
-        ({"kind": "char", "symbols": ["b", "a", "b"]}, "'b' more than once"),
-        ({"kind": "word", "symbols": ["<eos>", "<unk>", "a b"]}, "'a b'"),
-        ({"kind": "word", "symbols": ["<eos>", "a"]}, "<unk>"),
-    ):
-        one_line(lambda broken=broken: tok.check(broken), words)
-
-
-def test_options_that_cannot_apply_are_refused():
-    one_line(lambda: tok.build("bpe", b"a"), "'bpe'", "byte, char, word")
-    one_line(lambda: tok.build("char", b"a", min_count=2), "min_count=2", "word only")
-    one_line(lambda: tok.build("word", b"a", min_count=-1), "min_count=-1")
-    one_line(lambda: tok.build("word", b"a", max_size=2), "max_size=2")
-    one_line(lambda: tok.build("char", b""), "no symbols")
+    for broken, words in BROKEN:
+        one_line(words, tok.check, broken)
+    one_line(("'bpe'", "byte, char, word"), tok.build, "bpe", b"a")
+    one_line(("min_count=2", "word only"), tok.build, "char", b"a", min_count=2)
+    one_line("min_count=-1", tok.build, "word", b"a", min_count=-1)
+    one_line("max_size=2", tok.build, "word", b"a", max_size=2)
+    one_line("no symbols", tok.build, "char", b"")
 
 
 def test_ids_outside_the_vocabulary_are_found_on_the_host():
-    one_line(lambda: tok.check_ids(np.array([[0, 11], [3, 4]], np.uint16), 11, "x.bin"), "x.bin", "id 11", "of 11")
-    one_line(lambda: tok.check_ids(np.array([0, -1, 3]), 11, "x"), "smallest id -1", "id 3", "of 11")
-    one_line(lambda: tok.check_ids(np.array([0.5]), 11, "x"), "float64")
-    last = np.zeros(tok.BLOCK + 1, np.uint8)
-    last[-1] = 11  # in the second block
-    one_line(lambda: tok.check_ids(last, 11, "x"), "id 11")
-    assert tok.check_ids(last, 12, "x") is last and not tok.check_ids(last[:0], 1, "x").size
-    one_line(lambda: tok.decode({"kind": "char", "symbols": ["a", "b"]}, [0, -1]), "id -1")
-    assert tok.decode({"kind": "byte"}, []) == b""
+    one_line(("x.bin", "id 11", "of 11"), tok.check_ids, np.array([[0, 11], [3, 4]], np.uint16), 11, "x.bin")
+    one_line(("smallest id -1", "id 3", "of 11"), tok.check_ids, np.array([0, -1, 3]), 11, "x")
+    one_line("float64", tok.check_ids, np.array([0.5]), 11, "x")
+    one_line("id -1", tok.decode, {"kind": "char", "symbols": ["a", "b"]}, [0, -1])
+    assert tok.check_ids(np.array([11]), 12, "x") == [11] and tok.decode({"kind": "byte"}, []) == b""
 
 
 # Corpora
 
 
 def test_the_built_in_corpus_is_the_standard_library_of_this_python():
-    corpus = prepare.load()
-    text = prepare.builtin_text()
-    assert corpus.train.tobytes() + corpus.valid.tobytes() + corpus.test.tobytes() == text
+    corpus, text = prepare.load(), prepare.builtin_text()
+    assert text_of(corpus) == text and b"\r\n" not in text and len(text) > 5e6
     assert corpus.sha256 == hashlib.sha256(text).hexdigest() and sum(corpus.n_bytes.values()) == len(text)
     assert sys.version.split()[0] in corpus.source and f"{len(prepare.builtin_files())} files" in corpus.source
-    assert corpus.name == "stdlib" and b"\r\n" not in text and len(text) > 5e6
-    assert b"def namedtuple(" in text and b"class TestProgram(" in text  # collections, unittest: not a "test" folder
+    assert corpus.name == "stdlib" and b"def namedtuple(" in text and b"class TestProgram(" in text  # no "test" folder
 
 
-def test_the_built_in_corpus_leaves_out_what_the_list_says_and_orders_files_by_hash(tmp_path):
+def test_the_built_in_corpus_leaves_out_what_the_list_says_orders_files_by_hash_and_is_no_small_one(tmp_path):
     kept = ["os.py", "json/tool.py", "turtle/x.py", "unittest/case.py", "testing.py"]
-    left = ["turtle.py", "_sysconfigdata_x.py", "README.txt", "config-3/x.py", "a/test/x.py", "idlelib/x.py"]
-    for name in kept + left:
+    one_line(("0 bytes", "--data FILE", tmp_path), prepare.builtin_text, tmp_path)
+    left_out = "turtle.py _sysconfigdata_x.py README.txt config-3/x.py a/test/x.py idlelib/x.py".split()
+    for name in kept + left_out:
         write(tmp_path / name, name.encode() + b"\r\n" + b"x" * 300_000)
     (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere")
     order = sorted(kept, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
@@ -189,73 +201,75 @@ def test_the_built_in_corpus_leaves_out_what_the_list_says_and_orders_files_by_h
     assert prepare.builtin_text(tmp_path) == b"".join(name.encode() + b"\n" + b"x" * 300_000 for name in order)
 
 
-def test_too_little_standard_library_asks_for_data(tmp_path):
-    write(tmp_path / "os.py", b"x = 1\n")
-    one_line(lambda: prepare.builtin_text(tmp_path), "6 bytes", "--data FILE", tmp_path)
-
-
-def test_a_file_is_split_90_5_5_in_order_and_bytes_are_kept(tmp_path):
-    text = bytes(range(256)) * 4 + b"\r\n"  # 1,026 bytes, not UTF-8
-    text = text.replace(b"\x80", b"a")[:1000]
+def test_files_are_joined_in_order_and_split_90_5_5_and_bytes_are_kept(tmp_path):
+    text = bytes([*range(128), *range(129, 256)]) * 4  # not UTF-8
     corpus = prepare.load(write(tmp_path / "one.txt", text))
-    assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == list(corpus.n_bytes.values())
-    assert corpus.train.tobytes() + corpus.valid.tobytes() + corpus.test.tobytes() == text
-    assert corpus.name == "one" and corpus.vocab == {"kind": "byte"} and 900 <= corpus.n_bytes["train"] <= 903
+    assert text_of(corpus) == text and corpus.vocab == {"kind": "byte"}
+    assert corpus.name == "one" and [len(ids) for ids in splits(corpus)] == list(corpus.n_bytes.values())
     abc = prepare.load(write(tmp_path / "abc.txt", ABC), "char")
     assert abc.n_bytes == {"train": 5400, "valid": 300, "test": 300} and abc.vocab["symbols"] == ["a", "b", "c"]
+    a, b = write(tmp_path / "a", "é—".encode() * 50), write(tmp_path / "b", ABC[:301])
+    prepare.prepare([b, a], tmp_path / "out")
+    corpus = prepare.load(tmp_path / "out")
+    assert text_of(corpus) == b.read_bytes() + a.read_bytes()
+    assert corpus.n_bytes == {"train": 496, "valid": 27, "test": 28}  # 495.9 and 523.45 of 551; byte 495 is within a —
 
 
 def test_no_split_cuts_a_character_and_every_tokenizer_gets_the_same_splits(tmp_path):
     for n in range(40, 60):
         file = write(tmp_path / "wide.txt", "\U0001f600".encode() * n)
-        corpora = [prepare.load(file, kind) for kind in tok.KINDS]
-        assert corpora[0].n_bytes == corpora[1].n_bytes == corpora[2].n_bytes
-        assert len({c.sha256 for c in corpora}) == 1
-        assert all(n_bytes % 4 == 0 for n_bytes in corpora[1].n_bytes.values())
+        found = [(corpus.n_bytes, corpus.sha256) for corpus in (prepare.load(file, kind) for kind in tok.KINDS)]
+        assert found[0] == found[1] == found[2] and all(n_bytes % 4 == 0 for n_bytes in found[1][0].values())
 
 
-def test_a_folder_of_three_texts_keeps_its_splits(tmp_path):
-    texts = {"train": b"abcabc\n", "valid": b"cab", "test": b"b"}
-    for s, text in texts.items():
-        write(tmp_path / "d" / f"{s}.txt", text)
-    corpus = prepare.load(tmp_path / "d", "char")
-    assert {s: tok.decode(corpus.vocab, getattr(corpus, s)) for s in prepare.SPLITS} == texts
-    assert corpus.sha256 == hashlib.sha256(b"abcabc\ncabb").hexdigest() and corpus.n_bytes["valid"] == 3
+def test_a_folder_of_three_texts_keeps_its_splits_and_a_word_that_training_never_saw_is_unk(tmp_path):
+    texts = b"a b\n", b"zebra b\n", b"b\nzebra"
+    folder = write_splits(tmp_path / "d", *texts)
+    corpus = prepare.load(folder)
+    assert [ids.tobytes() for ids in splits(corpus)] == list(texts) and corpus.n_bytes["valid"] == 8
+    assert corpus.sha256 == hashlib.sha256(b"".join(texts)).hexdigest()
+    words = prepare.load(folder, "word")
+    assert [tok.decode(words.vocab, ids) for ids in splits(words)] == [b"a b\n", b"<unk> b\n", b"b\n<unk>"]
 
 
-def test_a_symbol_that_training_never_saw_is_found_with_its_split(tmp_path):
-    for where, text in (("valid split", ABC[:5500] + b"\n!" + ABC[5502:]), ("test split", ABC + b"!")):
-        file = write(tmp_path / "x.txt", text)
-        one_line(lambda file=file: prepare.load(file, "char"), where, "U+0021" if "test" in where else "U+000A", "byte")
-        one_line(
-            lambda file=file: prepare.prepare([file], tmp_path / "out", tokenizer="char"), where, "--tokenizer byte"
-        )
-        assert not (tmp_path / "out" / "meta.json").exists()
-        assert len(prepare.load(file).train)  # bytes have no such case
+def test_characters_that_training_lacks_are_unk_and_counted_and_where_there_is_no_unk_an_error(tmp_path):
+    folder = write_splits(tmp_path / "d", b"ab\nba", "aéb一\n".encode(), "😀aé".encode())
+    made = call(prepare.main, folder, out=tmp_path / "out", tokenizer="char")
+    want = {"train": 0, "valid": 2, "test": 2}
+    assert made.entries()[0]["n_unk"] == want and "<unk>: 0 of train, 2 of valid, 2 of test" in made.err
+    for path in (folder, tmp_path / "out"):
+        corpus = prepare.load(path, "char")
+        assert corpus.vocab["symbols"] == ["\n", "a", "b", "<unk>"] and corpus.n_unk == want
+        assert text_of(corpus) == b"ab\nbaa<unk>b<unk>\n<unk>a<unk>" and tok.check(corpus.vocab)
+    one_line(("<unk>", "give the text itself"), prepare.load, tmp_path / "out", vocab={"kind": "byte"})
+    file = write(tmp_path / "abc.txt", ABC)
+    without = prepare.load(file, "char")
+    assert without.vocab["symbols"] == ["a", "b", "c"] and not sum(without.n_unk.values())
+    assert not call(prepare.main, file, out=tmp_path / "out", tokenizer="char").err
+    write(file, ABC[:5500] + b"\n!" + ABC[5502:])
+    one_line(("valid split", "U+000A", "line 1"), prepare.load, file, vocab=without.vocab)
+    one_line(("test split", "0xff", "UTF-8"), prepare.load, write(file, ABC + b"\xff"), "char")
 
 
 def test_paths_without_a_text_are_refused_in_one_line(tmp_path):
     folder = write(tmp_path / "d" / "train.txt", b"abc").parent
-    one_line(lambda: prepare.load(tmp_path / "no.txt"), "no.txt", "no such file")
-    one_line(lambda: prepare.load(write(tmp_path / "e.txt", b"")), "e.txt", "empty file")
-    one_line(lambda: prepare.load(write(tmp_path / "n.txt", b"\n" * 999)), "n.txt", "only newlines")
-    one_line(lambda: prepare.load(folder), "valid.txt, test.txt", "meta.json")
-    one_line(lambda: prepare.find_splits([folder / "train.txt", folder]), "a folder, want a text file")
     os.mkfifo(tmp_path / "pipe")
-    one_line(lambda: prepare.load(tmp_path / "pipe"), "no regular file")
-    write(folder / "valid.txt", b"")
-    write(folder / "test.txt", b"abc")
-    one_line(lambda: prepare.load(folder), "valid.txt", "empty file")
-
-
-def test_a_file_that_may_not_be_read_is_refused_in_one_line(tmp_path):
-    file = write(tmp_path / "secret.txt", ABC)
+    for path, *words in (
+        (tmp_path / "no.txt", "no such file"),
+        (write(tmp_path / "e.txt", b""), "empty file"),
+        (write(tmp_path / "n.txt", b"\n" * 999), "only newlines"),
+        (folder, "valid.txt, test.txt", "meta.json"),
+        (tmp_path / "pipe", "no regular file"),
+    ):
+        one_line([path, *words], prepare.load, path)
+    one_line("a folder, want a text file", prepare.find_splits, [folder / "train.txt", folder])
+    one_line(("valid.txt", "empty file"), prepare.load, write_splits(folder, b"abc", b"", b"abc"))
+    file, uid = write(tmp_path / "secret.txt", ABC), os.geteuid()
     file.chmod(0)
-    uid = os.geteuid()
     if not uid:  # root may read everything
         os.seteuid(65534)
     try:
-        one_line(lambda: prepare.load(file), "secret.txt", "Permission denied")
+        one_line(("secret.txt", "Permission denied"), prepare.load, file)
     finally:
         os.seteuid(uid)
 
@@ -264,131 +278,99 @@ def test_a_file_that_may_not_be_read_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("kind", tok.KINDS)
-def test_prepared_tokens_are_the_same_corpus_as_the_text(tmp_path, kind):
-    text, tokens = (
-        prepare.load(write(tmp_path / "mixed.txt", MIXED), kind),
-        prepare.load(prepared(tmp_path, tokenizer=kind)),
-    )
-    assert isinstance(tokens.train, np.memmap) and tokens.train.dtype == tok.dtype(tokens.vocab)
-    for s in prepare.SPLITS:
-        assert np.array_equal(getattr(text, s), getattr(tokens, s))
-    assert (text.vocab, text.sha256, text.n_bytes) == (tokens.vocab, tokens.sha256, tokens.n_bytes)
-    assert sorted(p.name for p in (tmp_path / "tokens").iterdir()) == [
-        "meta.json",
-        "test.bin",
-        "train.bin",
-        "valid.bin",
-    ]
-
-
-def test_files_are_joined_in_the_order_given(tmp_path):
-    a, b = write(tmp_path / "a", "é—".encode() * 50), write(tmp_path / "b", ABC[:301])
-    out = tmp_path / "out"
-    prepare.prepare([b, a], out)
-    corpus = prepare.load(out)
-    assert b"".join(getattr(corpus, s).tobytes() for s in prepare.SPLITS) == b.read_bytes() + a.read_bytes()
-    assert corpus.n_bytes == {"train": 496, "valid": 27, "test": 28}  # 495.9 and 523.45 of 551; byte 495 is within a —
+def test_prepared_tokens_are_the_same_corpus_as_the_text_in_its_own_vocabulary_or_a_given_one(tmp_path, kind):
+    given = tok.build(kind, MIXED[::-1] if kind == "byte" else MIXED + b" zebra dog\n")
+    tokens, file = prepared(tmp_path, tokenizer=kind), tmp_path / "mixed.txt"
+    own, text, bytes_of = prepare.load(tokens), prepare.load(file, kind), splits(prepare.load(file))
+    assert isinstance(own.train, np.memmap) and own.train.dtype == tok.dtype(own.vocab)
+    assert all(map(np.array_equal, splits(text), splits(own)))
+    assert (text.vocab, text.sha256, text.n_bytes) == (own.vocab, own.sha256, own.n_bytes)
+    assert {p.name for p in tokens.iterdir()} == {"meta.json", "test.bin", "train.bin", "valid.bin"}
+    found = prepare.load(file, "char", given)  # the tokenizer is the vocabulary's
+    assert found.vocab is given and found.sha256 == own.sha256
+    for ids, part in zip(splits(found), bytes_of):
+        assert ids.tolist() == tok.encode(given, part.tobytes()).tolist()
 
 
 def test_prepared_tokens_that_contradict_meta_json_are_refused(tmp_path):
     folder = prepared(tmp_path, tokenizer="char")
     meta = json.loads((folder / "meta.json").read_bytes())
-    vocab = meta["vocab"] | {"symbols": meta["vocab"]["symbols"][:5]}
-    load = lambda: prepare.load(folder)  # noqa: E731
-    one_line(lambda: prepare.load(folder, "word"), "char", "asked word", "--tokenizer char")
+    symbols, n = meta["vocab"]["symbols"], meta["n_tokens"]
+    few = meta["vocab"] | {"symbols": symbols[:5]}
+    one_line(("char", "asked word", "--tokenizer char"), prepare.load, folder, "word")
     for changes, words in (
-        (dict(vocab=vocab), ("train.bin", f"largest id {len(meta['vocab']['symbols']) - 1}", "vocabulary of 5")),
+        (dict(vocab=few), ("train.bin", f"largest id {len(symbols) - 1}", "vocabulary of 5")),
         (dict(vocab={"kind": "bpe"}), ("meta.json", "'bpe'")),
         (dict(dtype="float32"), ("float32", "uint16")),
-        (dict(dtype="uint16"), ("train.bin", meta["n_tokens"]["train"], 2 * meta["n_tokens"]["train"])),
-        (dict(n_tokens=meta["n_tokens"] | {"valid": 3}), ("valid.bin", "want 3 bytes")),
-        (dict(n_tokens=meta["n_tokens"] | {"valid": -3}), ("n_tokens", "-3")),
+        (dict(dtype="uint16"), ("train.bin", n["train"], 2 * n["train"])),
+        (dict(n_tokens=n | {"valid": 3}), ("valid.bin", "want 3 bytes")),
+        (dict(n_tokens=n | {"valid": -3}), ("n_tokens", "-3")),
         (dict(n_bytes=None), ("meta.json", "n_bytes")),
-        (dict(n_bytes=7), ("meta.json",)),
     ):
         edit_meta(folder, **changes)
-        one_line(load, *words)
+        one_line(words, prepare.load, folder)
         edit_meta(folder, **meta)
-    load()
+    prepare.load(folder)
     (folder / "test.bin").unlink()
-    one_line(load, "test.bin", "no file")
+    one_line(("test.bin", "no file"), prepare.load, folder)
     (folder / "meta.json").write_bytes(b"{")
-    one_line(load, "meta.json", "prepare the corpus again")
+    one_line(("meta.json", "prepare the corpus again"), prepare.load, folder)
 
 
 def test_tokens_without_a_text_hash_are_known_by_their_ids_and_may_have_an_empty_split(tmp_path):
     folder = prepared(tmp_path)
-    edit_meta(folder, sha256=None)
+    edit_meta(folder, sha256=None, n_bytes={"train": 7, "valid": 7, "test": 7})
     assert prepare.load(folder).sha256 == hashlib.sha256(MIXED).hexdigest()  # for bytes, ids are the text
+    recoded = prepare.load(folder, vocab=tok.build("char", MIXED))
+    assert recoded.n_bytes == prepare.load(tmp_path / "mixed.txt").n_bytes  # counted where the text is read
     (folder / "valid.bin").write_bytes(b"")
     edit_meta(folder, n_tokens=json.loads((folder / "meta.json").read_bytes())["n_tokens"] | {"valid": 0})
     assert prepare.load(folder).valid.shape == (0,)
 
 
-def test_a_run_that_fails_leaves_an_older_corpus_whole_and_else_nothing(tmp_path):
+def test_a_run_that_fails_leaves_an_older_corpus_whole_and_else_nothing(tmp_path, monkeypatch):
     folder = prepared(tmp_path)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    for bad in (b"abc" * 400 + b"d", b"", b"\n \n", b"ab\xff" * 99):
+    for bad in (b"", b"\n \n", b"ab\xff" * 99):
         for out in (folder, tmp_path / "new"):
-            bad_file = write(tmp_path / "bad.txt", bad)
-            one_line(lambda out=out, file=bad_file: prepare.prepare([file], out, tokenizer="char"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # as on a full disk
-        with pytest.raises(OSError):
-            prepare.prepare([tmp_path / "mixed.txt"], folder, tokenizer="word")
+            one_line((), prepare.prepare, [write(tmp_path / "bad.txt", bad)], out, tokenizer="char")
+    monkeypatch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # as on a full disk
+    with pytest.raises(OSError):
+        prepare.prepare([tmp_path / "mixed.txt"], folder, tokenizer="word")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert not list((tmp_path / "new").glob("*")) and len(prepare.load(folder).train)
 
 
 def test_a_corpus_that_was_half_replaced_when_the_process_died_is_none(tmp_path, monkeypatch):
-    folder, replace, left = prepared(tmp_path), os.replace, [0]
+    folder, replace, left = prepared(tmp_path), os.replace, []
+    abc = write(tmp_path / "abc.txt", ABC)
 
     def die(source, target):
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
+        left.pop()  # an error once none is left
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", die)
-    for left[0] in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            prepare.prepare([write(tmp_path / "abc.txt", ABC)], folder)
-        one_line(lambda: prepare.load(folder), "python -m data.prepare")
-    left[0] = 4
-    prepare.prepare([tmp_path / "abc.txt"], folder)
+    for n in range(4):
+        left[:] = [True] * n
+        with pytest.raises(IndexError):
+            prepare.prepare([abc], folder)
+        one_line("python -m data.prepare", prepare.load, folder)
+    monkeypatch.undo()
+    prepare.prepare([abc], folder)
     assert prepare.load(folder).n_bytes["valid"] == 300
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
-    file = write(tmp_path / "big.txt", b"0123456789abcde\n" * (40 * tok.BLOCK // 64))  # 10 blocks
-    tracemalloc.start()
-    try:
-        prepare.prepare([file], tmp_path / "out")
-        assert tracemalloc.get_traced_memory()[1] < 3 * tok.BLOCK
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("kind", ["char", "word"])
-def test_characters_and_words_are_read_in_blocks(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", tok.KINDS)
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(tok, "BLOCK", 1 << 15)
     peaks = []
     for n_blocks in (4, 24):
         file = write(tmp_path / "big.txt", "the cat — the dog\n".encode() * (n_blocks * tok.BLOCK // 20))
         tracemalloc.start()
-        try:
-            prepare.prepare([file], tmp_path / "out", tokenizer=kind)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
+        prepare.prepare([file], tmp_path / "out", tokenizer=kind)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]  # six times the text
-
-
-def test_a_word_that_training_never_saw_is_unk(tmp_path):
-    for s, text in {"train": b"a b\n", "valid": b"zebra b\n", "test": b"b\nzebra"}.items():
-        write(tmp_path / "d" / f"{s}.txt", text)
-    corpus = prepare.load(tmp_path / "d", "word")
-    assert [tok.decode(corpus.vocab, ids) for ids in (corpus.valid, corpus.test)] == [b"<unk> b\n", b"b\n<unk>"]
 
 
 def test_the_locale_changes_nothing_and_the_command_prints_one_json_line(tmp_path):
@@ -402,10 +384,242 @@ def test_the_locale_changes_nothing_and_the_command_prints_one_json_line(tmp_pat
 
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
-    with pytest.raises(SystemExit) as e:
-        prepare.main([str(tmp_path / "no.txt"), "--out", str(tmp_path / "out")])
-    assert "no such file" in str(e.value) and "\n" not in str(e.value)
-    file = write(tmp_path / "abc.txt", ABC)
-    with pytest.raises(SystemExit) as e:
-        prepare.main([str(file), "--out", str(file)])
-    assert "File exists" in str(e.value) and not (tmp_path / "out").exists()
+    file, out, tokens = write(tmp_path / "abc.txt", ABC), tmp_path / "out", prepared(tmp_path)
+    folder = write(tmp_path / "my texts" / "a.txt", ABC).parent
+    for words, to, message in (
+        ([file], [file], ["File exists"]),
+        ([file], [], ["abc.txt: no --out", "give --out DIR"]),
+        (["shakespear"], [out], ["no such file", "wikitext-2", "shakespeare"]),
+        ([file, "--tokeniser", "char"], [out], ["--tokeniser", "--help"]),
+        ([file, "--from", "x"], [out], ["--from x is for enwik8, text8"]),
+        ([folder], [out], [f"python -m data.prepare '{folder}'/*.txt --out DIR"]),
+        ([tokens], [out], [tokens, "prepared tokens", "train.py --data"]),
+    ):
+        refused(call(prepare.main, *words, *(f"--out={path}" for path in to)), *message)
+        assert not out.exists()
+
+
+CLEAN = "the cat — a dog\nthe end\n".encode() * 9
+RECODED = {  # text, options of its word vocabulary, what its words can be recoded to
+    "plain": (CLEAN, {}, tok.KINDS),
+    "<unk> in the text": (CLEAN.replace(b"cat", b"<unk>"), {}, tok.KINDS),
+    "white space": (CLEAN.replace(b" cat", b"\tcat"), {}, ("word",)),
+    "two spaces": (CLEAN.replace(b" cat", b"  cat"), {}, ("word",)),
+    "white space and <unk>": (CLEAN.replace(b" cat", b"\t<unk>"), {}, ()),
+    "words left out": (CLEAN, dict(max_size=4), ()),
+}
+
+
+@pytest.mark.parametrize("text, options, words_to", RECODED.values(), ids=RECODED.keys())
+@pytest.mark.parametrize("source", tok.KINDS)
+def test_a_prepared_corpus_is_read_in_any_vocabulary_exactly_or_not_at_all(
+    source, text, options, words_to, tmp_path, monkeypatch
+):
+    lines = text.splitlines(keepends=True)
+    parts = text, b"".join(lines[:3]), b"".join(lines[1:7]).removesuffix(b"\n")
+    folder, tokens = write_splits(tmp_path / "d", *parts), tmp_path / "tokens"
+    prepare.prepare([folder], tokens, tokenizer=source, **(options if source == "word" else {}))
+    own = prepare.load(tokens)
+    assert np.array_equal(prepare.load(tokens, "byte", own.vocab).train, own.train)
+    monkeypatch.setattr(tok, "BLOCK", 7)
+    for kind in tok.KINDS:
+        vocab = tok.build(kind, text[::-1] if kind == "byte" else "the — a <unk> cat dogs end\t\n".encode())
+        if source == "word" and kind not in words_to and vocab != own.vocab:
+            one_line((tokens, "<unk>", "give the text itself"), prepare.load, tokens, vocab=vocab)
+            continue
+        found = prepare.load(tokens, vocab=vocab)
+        for ids, part in zip(splits(found), parts):
+            assert ids.tolist() == tok.encode(vocab, part).tolist() and ids.dtype == tok.dtype(vocab)
+        assert list(found.n_bytes.values()) == list(map(len, parts))
+        assert found.tokens_sha256 == prepare.load(folder, vocab=vocab).tokens_sha256
+
+
+def test_data_is_the_same_where_its_tokens_its_splits_and_its_bytes_are(tmp_path):
+    def tokens_sha256(train, valid, **options):
+        folder = write_splits(tmp_path / "d", train, valid, b"the cat\n")
+        prepare.prepare([folder], tmp_path, tokenizer="word", **options)
+        return prepare.load(tmp_path).tokens_sha256
+
+    first = tokens_sha256(CLEAN, CLEAN[:101])
+    assert first == tokens_sha256(CLEAN, CLEAN[:101]) == prepare.load(tmp_path / "d", "word").tokens_sha256
+    assert first != tokens_sha256(CLEAN, CLEAN[:101], max_size=4)  # other words
+    assert first != tokens_sha256(CLEAN.replace(b" ", b"  "), CLEAN[:101])  # the same words
+    assert first != tokens_sha256(CLEAN + b"the ", CLEAN[4:101])  # the same words, cut elsewhere
+
+
+def test_two_processes_that_prepare_one_folder_leave_the_corpus_of_the_last_and_nothing_of_a_killed_one(tmp_path):
+    paths = [tmp_path / name for name in ("train.bin", "valid.bin", "meta.json")]
+    code = "import pathlib, sys; from data.prepare import atomic_write_many\n"
+    code += "with atomic_write_many(*map(pathlib.Path, sys.argv[1:])) as files:\n"
+    code += "    [f.write(b'theirs') and f.flush() for f in files], print(1, flush=True), input()"
+    command = [sys.executable, "-c", code, *map(str, paths)]
+    pipes = dict(cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    for kill in (False, True):
+        with subprocess.Popen(command, **pipes) as other:
+            assert other.stdout.readline() == b"1\n"
+            with prepare.atomic_write_many(*paths) as files:
+                for file in files:
+                    file.write(b"ours")
+            assert {file.read_bytes() for file in paths} == {b"ours"} and len(list(tmp_path.iterdir())) == 6
+            other.kill() if kill else other.communicate(b"\n")
+        assert other.returncode == (-9 if kill else 0)
+        assert {file.read_bytes() for file in paths} == {b"ours" if kill else b"theirs"}
+    with prepare.atomic_write_many(*paths):
+        pass
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in paths}
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a map is in memory")
+def test_prepared_tokens_are_checked_without_taking_the_whole_file_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tok, "BLOCK", 1000)
+    corpus = prepare.load(prepared(tmp_path, ABC * 9))
+
+    def resident_kb():
+        maps = Path("/proc/self/smaps").read_text().partition(f"{tmp_path}/tokens/train.bin\n")[2]
+        return int(re.search(r"^Rss: +(\d+) kB", maps, re.M)[1])
+
+    assert resident_kb() == 0 and corpus.train.max() and resident_kb() > 40
+    ids = np.fromfile(tmp_path / "tokens" / "train.bin", np.uint8)
+    ids[-1] = 255
+    ids.tofile(tmp_path / "tokens" / "train.bin")
+    edit_meta(tmp_path / "tokens", vocab=tok.build("char", b"".join(bytes([c]) for c in range(128))))
+    one_line(("train.bin", "largest id 255", "vocabulary of 128"), prepare.load, tmp_path / "tokens")
+
+
+CONTAINERS = [
+    (gzip.compress(MIXED), ["gzip", "unpack it"]),
+    (bz2.compress(MIXED), ["bzip2", "unpack it"]),
+    (lzma.compress(MIXED), ["xz", "unpack it"]),
+    (b"PK\3\4\x14", ["zip archive", ".docx", "unpack it"]),
+    (b"a.txt".ljust(257, b"\0") + b"ustar", ["tar archive", "unpack it"]),
+    (b"%PDF-1.7\n%\xe2\xe3", ["PDF", "plain text"]),
+    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ["image"]),
+    (b"\xff\xd8\xff\xe0\0\x10JFIF", ["image"]),
+    (b"GIF89a\x10\x02\x10\x02\xf7\0\0", ["image"]),
+    (b"7z\xbc\xaf\x27\x1c\0\4", ["7z", "unpack it"]),
+    (b"\x28\xb5\x2f\xfd\x24abc", ["zstd", "unpack it"]),
+    (b"PAR1\x15\4\x15\x10PAR1", ["Parquet", "text column"]),
+    (MIXED.decode().encode("utf-16"), ["UTF-16", "convert it to UTF-8"]),
+    (b"\xfe\xff" + MIXED.decode().encode("utf-16-be") * 9, ["UTF-16", "convert it to UTF-8"]),
+    (MIXED.decode().encode("utf-32"), ["UTF-32", "convert it to UTF-8"]),
+    (MIXED.decode().encode("utf-16-le") * 50, ["NUL bytes throughout", "UTF-8"]),
+    ((np.arange(2000) * 7919 % 50257).astype("<i8").tobytes(), ["NUL bytes throughout"]),
+]
+PLAIN = [  # which bytes of any file may be
+    bytes(range(256)) * 20,
+    b"GIF89a is a format, and PK a name. " * 40,
+    b"BZh9 said the bee\n" * 20,
+    b"\xff\xfe" + b"\x01\xd8\x41\x02" * 500,
+    ABC + b"\0" * 9000,
+    b"\1\0\2\0" * 20,
+    b"\xef\xbb\xbf" + MIXED,
+]
+
+
+def test_a_container_is_refused_with_what_it_is_and_what_to_do_and_any_other_file_is_taken_by_its_bytes(tmp_path):
+    for data, words in CONTAINERS:
+        folder = write_splits(tmp_path / "d", data, MIXED, MIXED)
+        for path in (folder / "train.txt", folder):
+            one_line([folder / "train.txt", *words], prepare.load, path)
+        refused(call(prepare.main, folder / "train.txt", out=tmp_path / "out"), folder / "train.txt", *words)
+        assert not (tmp_path / "out").exists()
+    for data in PLAIN:
+        assert text_of(prepare.load(write(tmp_path / "a.bin", data))) == data
+    folder = prepared(tmp_path)
+    one_line(("prepared tokens", f"give its folder, {folder}"), prepare.load, folder / "train.bin")
+    (folder / "meta.json").unlink()
+    assert prepare.load(folder / "train.bin").name == "train"  # without it a file like any other
+
+
+def test_a_npy_of_ids_is_split_and_mapped_and_has_no_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(tok, "BLOCK", 64)
+    ids = np.random.default_rng(0).integers(0, 390, 1011)
+    ids[77] = 389
+    found = [prepare.load(write_ids(tmp_path / f"ids{d}.npy", ids.astype(d))) for d in ("i8", "u2", ">i4")]
+    for corpus in found:
+        assert corpus.vocab == {"kind": "ids", "size": 390} and corpus.name[:3] == "ids"
+        assert isinstance(corpus.train, np.memmap) and [len(part) for part in splits(corpus)] == [909, 51, 51]
+        assert np.concatenate(splits(corpus)).tolist() == ids.tolist()
+        assert corpus.n_bytes == corpus.n_unk == {"train": 0, "valid": 0, "test": 0}
+    assert len({corpus.tokens_sha256 for corpus in found}) == 1
+    more = prepare.load(tmp_path / "idsu2.npy", vocab={"kind": "ids", "size": 400})
+    assert tok.size(more.vocab) == 400 and more.tokens_sha256 == found[0].tokens_sha256
+    assert tok.decode(more.vocab, [3, 14, 15]) == b"3 14 15"
+
+
+def test_ids_are_one_dimension_of_whole_numbers_and_not_mixed_up_with_text(tmp_path):
+    for bad, words in (
+        (np.zeros((3, 4), int), "shape (3, 4)"),
+        (np.zeros(9), "float64"),
+        (np.zeros(0, int), "shape (0,)"),
+        (np.array([1, None]), "cannot be read"),
+        (np.array([4, -1, 7]), "ids from -1 to 7"),
+        (np.array([4, 2**31]), "ids from 4 to 2147483648"),
+        (np.array([4, 2**64 - 1], np.uint64), "to 18446744073709551615"),
+    ):
+        file = write_ids(tmp_path / "ids.npy", bad)
+        one_line((file, words, "want"), prepare.load, file)
+    file, ids = write_ids(tmp_path / "ids.npy", np.arange(90)), {"kind": "ids", "size": 90}
+    cut, text = write(tmp_path / "cut.npy", file.read_bytes()[:-9]), write(tmp_path / "abc.txt", ABC)
+    one_line((cut, "save it again"), prepare.load, cut)
+    one_line((file, "tokenizer char"), prepare.load, file, "char")
+    one_line((file, "tokenizer byte"), prepare.load, file, vocab={"kind": "byte"})
+    one_line("ids from 0 to 89, want 0 to 88", prepare.load, file, vocab=ids | {"size": 89})
+    one_line(("train split", "text", ".npy"), prepare.load, text, vocab=ids)
+    one_line(("256 of kind byte", "90 of kind ids"), prepare.load, prepared(tmp_path), vocab=ids)
+    refused(call(prepare.main, file, out=tmp_path / "out"), file, "numpy array", "train.py --data")
+
+
+def test_a_folder_of_ids_needs_no_bytes_of_a_text(tmp_path):
+    folder, ids = prepared(tmp_path), {"kind": "ids", "size": 256}
+    edit_meta(folder, vocab=ids, n_bytes=None, sha256=None)
+    corpus = prepare.load(folder)
+    assert corpus.vocab == ids and corpus.train.tobytes() == MIXED[: len(corpus.train)]
+    assert prepare.load(folder, vocab=ids | {"size": 300}).vocab["size"] == 300
+    one_line(("256 of kind ids", "255 of kind ids"), prepare.load, folder, vocab=ids | {"size": 255})
+    one_line("256 of kind byte", prepare.load, folder, vocab={"kind": "byte"})
+    edit_meta(folder, vocab=ids | {"size": 90})
+    one_line(("train.bin", "vocabulary of 90"), prepare.load, folder)
+
+
+def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_back(tmp_path, monkeypatch):
+    file = subword_file(tmp_path)
+    text = PROSE.encode() * 40
+    vocab = tok.build(str(file), text)
+    assert vocab["kind"] == "subword" and tok.check(json.loads(json.dumps(vocab))) == vocab
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(file))
+    library.no_truncation()
+    want = library.encode(text.decode()).ids
+    assert tok.size(vocab) == library.get_vocab_size() > 257 and tok.encode(vocab, text).tolist() == want
+    assert len(want) < len(text) and tok.decode(vocab, want) == text
+    for block in (40, 64, 700):
+        blocks = [text[i : i + block] for i in range(0, len(text), block)]
+        assert np.concatenate(list(tok.encode_blocks(vocab, blocks))).tolist() == want
+    assert b"".join(tok.decode_next(vocab, want[:i], [number]) for i, number in enumerate(want)) == text
+    pieces = list(tok.subword_pieces(vocab, text))
+    assert "".join(piece for piece, _ in pieces) == text.decode() and sum(n for _, n in pieces) == len(want)
+    monkeypatch.setattr(tok, "BLOCK", 50)
+    assert b"".join(tok.decode_blocks(vocab, want)) == text
+    assert tok.one_id(vocab, "<|end|>", "reset_on") == 0 and tok.decode(vocab, [tok.start_id(vocab)]) == b"\n"
+
+
+def test_a_text_in_subwords_is_prepared_and_read_in_other_vocabularies(tmp_path):
+    file, text = subword_file(tmp_path), write(tmp_path / "mixed.txt", PROSE.encode() * 9)
+    assert call(prepare.main, text, out=tmp_path / "tokens", tokenizer=file).code is None
+    tokens, corpus, own = prepare.load(tmp_path / "tokens"), prepare.load(text, str(file)), prepare.load(text)
+    assert (tokens.tokens_sha256, tokens.vocab) == (corpus.tokens_sha256, corpus.vocab)
+    assert corpus.n_bytes == own.n_bytes
+    assert prepare.load(tmp_path / "tokens", vocab={"kind": "byte"}).tokens_sha256 == own.tokens_sha256
+
+
+def test_a_broken_tokenizer_json_and_a_missing_library_are_one_line(tmp_path, monkeypatch):
+    one_line(("'no.json'", "byte, char, word", "tokenizer.json"), tok.build, "no.json", b"a")
+    for bad in (b"{}", b"\xff", b"[1]"):
+        file = write(tmp_path / "bad.json", bad)
+        one_line([file], tok.build, str(file), b"a")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tok._subwords.cache_clear()
+    one_line("pip install tokenizers", tok.build, str(file), b"a")
+    one_line("pip install tokenizers", tok.encode, {"kind": "subword", "json": "{}", "size": 9}, b"a")

@@ -1,8 +1,16 @@
 """Every flag of both scripts refuses what it cannot be, in one line, before anything is compiled or written."""
 
+import contextlib
+import importlib
+import io
+import os
 import re
-from dataclasses import fields
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
 
+import jax
 import pytest
 from conftest import make_params
 from runs import COMPILED, TEXT, argv, call, refused, save_model
@@ -12,9 +20,11 @@ import train
 import txl
 from data import flags
 
+ROOT = Path(__file__).parents[1]
 CFG = txl.Config(n_layer=1, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
-FLAGS = [("train", f) for cls in (txl.Config, train.Run) for f in fields(cls)]
-FLAGS += [("sample", f) for f in fields(sample.Sample)]
+HIDDEN = ("n_token", "tie_projs")  # of the model, no flags
+FLAGS = [("train", f) for cls in (txl.Config, train.TrainConfig) for f in fields(cls) if f.name not in HIDDEN]
+FLAGS += [("sample", f) for f in fields(sample.SampleConfig)]
 
 # By the kind of the default: a new flag is covered by itself.
 BAD = {
@@ -25,35 +35,17 @@ BAD = {
     str: ("no/such/thing", "no\\such thing"),
     tuple[str, ...]: ("no/such/thing", "text.txt/sub"),
     int | str: ("no/such/thing", "two words", "-7", "256", ""),
-    int | tuple: ("x", "1.5", "nan", "-7", "", "1e3", "-3,4", "3,4"),
+    int | tuple: ("x", "1.5", "nan", "-7", "", "1e3", "-3,4", "3,4", ",", ",,"),
 }
-MORE = {  # bounds of their own
-    "dropout": ("1", "1.5"),
-    "dropatt": ("1", "1.5"),
-    "clamp_len": ("-2", "0"),
-    "d_model": ("15",),
-    "n_token": ("0", "255"),
-    "cutoffs": ("256", "9,5", "0"),
-    "beta2": ("1", "0"),
-    "lr": ("0",),
-    "lr_min": ("1.5",),
-    "clip": ("0",),
-    "seed": (str(2**31),),
-    "devices": ("5",),
-    "batch_chunk": ("3",),
-    "n_samples": ("0",),
-    "n_tokens": ("0",),
-    "top_p": ("0", "1.5"),
-    "min_p": ("1.5",),
-}
+MORE = dict(dropout=("1", "1.5"), dropatt=("1", "1.5"), clamp_len=("-2", "0"), d_model=("15",), beta2=("1", "0"))
+MORE |= dict(cutoffs=("256", "9,5", "0"), lr=("0",), lr_min=("1.5",), clip=("0",), seed=(str(2**31),), devices=("5",))
+MORE |= dict(batch_chunk=("3",), n_samples=("0",), n_tokens=("0",), top_p=("0", "1.5"), min_p=("1.5",))
 METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,...", tuple[str, ...]: "TEXT"}
 METAVAR |= {int | tuple: "1,2,...", int | str: "TEXT"}
 FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
 INSTEAD = {"out": FILES, "profile": FILES}  # of kind str, but folders to make
 INSTEAD |= {"prompt": (), "stop": ("",), "reset_on": ("two words", "-7", "256")}  # any text will do, or all but none
 BESIDE = {"run": ["--eval_only"], "split": ["--eval_only"]}  # without which the flag means nothing
-
-
 SMALL = argv(batch=8, tgt_len=8, steps=1, n_layer=1, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
 
 
@@ -84,62 +76,172 @@ def test_a_flag_refuses_every_value_that_it_cannot_be_before_compiling_or_writin
     assert sorted(place.rglob("*")) == before
 
 
-@pytest.mark.parametrize("main", [train.main, sample.main])
-@pytest.mark.parametrize("words", [["batch=8"], ["--seeed", "8"], ["--see", "8"]])
-def test_a_word_that_is_no_flag_is_named_and_abbreviations_are_not_taken(main, words):
-    refused(call(main, *words, "--seed=-1"), words[0], "--help")
-
-
-@pytest.mark.parametrize(
-    "main, words, named",
-    [
-        (train.main, ["--resume", "model", "--init", "model"], ("resume", "init")),
-        (train.main, ["--run", "model"], ("run", "--eval_only")),
-        (train.main, ["--split", "test"], ("split", "--eval_only")),
-        (train.main, ["--resume", "auto"], ("--out",)),
-        (train.main, ["--cutoffs", "9", "--tie_projs", "1"], ("tie_projs", "2 clusters")),
-        (train.main, ["--cutoffs", "9", "--div_val", "99"], ("div_val",)),
-        (sample.main, ["--run", "model", "--prompt", "a", "--prompt_file", "text.txt"], ("prompt", "prompt_file")),
-        (sample.main, [], ("no run found", "--run")),
-    ],
+TRAINING = (
+    ("--resume model --init model", "resume", "init"),
+    ("--run model", "run", "--eval_only"),
+    ("--split test", "split", "--eval_only"),
+    ("--resume auto", "--out"),
+    ("--cutoffs 9 --div_val 99", "div_val"),
+    ("--mem_len ,", "',' holds no number"),
+    ("--optimizer sgd", "adamw"),
+    ("--beta2 1", "beta2=1.0", "give less than 1"),
+    ("--batch_size 8", "write --batch "),
+    ("--learning_rate 8", "write --lr "),
+    ("--bacth 8", "write --batch "),
+    ("my.txt", "write --data my.txt "),
+    ("--data a.txt b.txt", "python -m data.prepare FILE FILE --out DIR"),
+    ("--data a --data b", "--data is given 2 times"),
+    ("--pre_norm --no-pre_norm", "--pre_norm is given 2 times"),
+    *[(f"--{name}=", f"{name} is empty") for name in ("data", "resume", "init", "run", "out")],
 )
-def test_flags_that_contradict_each_other_are_named_together(main, words, named, place, monkeypatch):
+SAMPLING = (
+    ("--run model --prompt a --prompt_file text.txt", "prompt", "prompt_file"),
+    ("", "no run found", "--run"),
+    ("--max_new_tokens 8", "write --n_tokens "),
+    ("hello", "write --prompt hello "),
+    ("--prompt --hello", "write --FLAG=--TEXT"),
+    *[(f"--{name}=", f"{name} is empty") for name in ("run", "prompt_file", "reset_on")],
+    (f"--n_tokens {2**31}", "less than 2**31"),
+    (f"--n_samples {2**31 - 1} --run model", "at most 1,000,000"),
+)
+BOTH = (("batch=8", "batch=8", "--help"), ("--seeed 8", "--seeed", "--help"), ("--see 8", "--see", "--help"))
+CASES = [("train", *case) for case in BOTH + TRAINING] + [("sample", *case) for case in BOTH + SAMPLING]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:2]))
+def test_flags_that_contradict_each_other_are_named_and_what_was_meant_is_suggested(case, place, monkeypatch):
     monkeypatch.chdir(place)
-    rest = ["--data", "text.txt", *SMALL] if main is train.main else []
-    refused(call(main, *rest, *words), *named)
+    script, words, *named = case
+    main, rest = (train.main, SMALL) if script == "train" else (sample.main, [])
+    refused(call(main, *rest, *words.split()), *named)
 
 
-def test_whole_numbers_are_taken_for_floats_and_scientific_notation_too():
-    groups = (txl.Config, train.Run)
-    given = flags.parse(["--dropout", "0", "--lr", "1e-3", "--weight_decay=0"], "train.py", "", groups, ())
-    assert given == {"dropout": 0.0, "lr": 0.001, "weight_decay": 0.0}
-    assert {type(value) for value in given.values()} == {float}
-    assert txl.Config(dropout=0).dropout == 0.0 and type(txl.Config(dropout=0).dropout) is float
+def test_numbers_switches_and_tuples_are_taken_as_they_are_meant_and_what_is_left_out_or_hidden_is_no_flag():
+    def given(*argv):
+        groups = (txl.Config, train.TrainConfig)
+        return flags.parse(argv, "x.py", "", groups, (), hidden=("n_token", "tie_projs"))
+
+    found = given("--dropout", "0", "--lr", "1e-3", "--weight_decay=0")
+    assert found == {"dropout": 0.0, "lr": 0.001, "weight_decay": 0.0}
+    assert {type(value) for value in found.values()} == {float} == {type(txl.Config(dropout=0).dropout)}
+    found = given("--no-same_length", "--pre_norm", "--cutoffs", "3,5,")
+    assert found == {"same_length": False, "pre_norm": True, "cutoffs": (3, 5)}
+    for name in ("n_token", "tie_projs"):
+        with pytest.raises(SystemExit, match=f"unrecognized arguments: --{name}"):
+            given(f"--{name}", "2")
 
 
-def test_a_switch_is_turned_off_by_no_and_a_flag_left_out_is_left_out():
-    groups = (txl.Config,)
-    given = flags.parse(["--no-same_length", "--pre_norm", "--cutoffs", "3,5,"], "train.py", "", groups, ())
-    assert given == {"same_length": False, "pre_norm": True, "cutoffs": (3, 5)}
-
-
-@pytest.mark.parametrize("main, groups", [(train.main, 7), (sample.main, 4)])
-def test_help_groups_the_flags_and_ends_with_three_examples_of_flags_that_exist(main, groups):
-    text = call(main, "--help").out
-    heads = re.findall(r"^(\S.*):$", text, re.M)
-    assert len(heads) == groups + 2 and heads[0] == "options" and heads[-1] == "examples"
-    examples = text.partition("examples:")[2].strip().splitlines()
-    known = set(re.findall(r"^  (--\w+)", text.partition("examples:")[0], re.M))
-    assert len(examples) == 3 and all(set(re.findall(r"--\w+", line)) <= known for line in examples)
-
-
-@pytest.mark.parametrize("script", ["train", "sample"])
-def test_help_shows_every_flag_with_its_default_and_meaning(script):
-    outcome = call({"train": train.main, "sample": sample.main}[script], "--help")
-    assert outcome.code == 0
-    text = "".join(outcome.out.partition("options:")[2].split())  # lines are broken anywhere
+@pytest.mark.parametrize("script, main, groups", [("train", train.main, 7), ("sample", sample.main, 4)])
+def test_help_groups_the_flags_with_default_and_meaning_and_ends_with_examples_of_flags_that_exist(
+    script, main, groups
+):
+    code, out, _ = call(main, "--help")
+    heads = re.findall(r"^(\S.*):$", out, re.M)
+    assert code == 0 and len(heads) == groups + 2 and heads[0] == "options" and heads[-1] == "examples"
+    known, _, examples = out.partition("examples:")
+    assert set(re.findall(r"--\w+", examples)) <= set(re.findall(r"^  (--\w+)", known, re.M))
+    text = "".join(out.partition("options:")[2].split())  # lines are broken anywhere
     for f in [f for name, f in FLAGS if name == script]:
         default = f.default if f.default not in ("", ()) else "none"
-        shown = f"--{f.name},--no-{f.name}" if type(f.default) is bool else f"--{f.name}{METAVAR[f.type]}"
+        choices = {**train.CHOICES, "remat": txl.REMAT, "attention": txl.ATTENTION, "dtype": txl.DTYPES}.get(f.name)
+        value = f"{{{','.join(choices)}}}" if choices else METAVAR.get(f.type)
+        shown = f"--{f.name},--no-{f.name}" if type(f.default) is bool else f"--{f.name}{value}"
         meaning, own, _ = text.partition(shown)[2].partition("(default:")
         assert own and len(meaning) > 3 and text.count(shown + meaning + f"(default:{default})") == 1, f.name
+
+
+# what scripts share
+
+
+def test_a_tool_is_imported_and_only_its_own_missing_file_is_told_of(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    missing = r"--plan needs tools/plan\.py, which is missing: restore the folder tools/, or leave the flag out$"
+    for make in (lambda: None, (tmp_path / "tools").mkdir):
+        make()
+        importlib.invalidate_caches()
+        with pytest.raises(ValueError, match=missing):
+            flags.import_tool("plan", "plan")
+    (tmp_path / "tools/shard.py").write_text("import tools.plan")
+    (tmp_path / "tools/plot.py").write_text("answer = 42")
+    importlib.invalidate_caches()
+    with pytest.raises(ModuleNotFoundError, match="tools.plan"):
+        flags.import_tool("shard", "shard")
+    assert flags.import_tool("plot", "plot").answer == 42
+
+
+def test_bytes_reach_standard_output_unchanged_whatever_its_encoding_and_after_what_was_printed():
+    shown = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(shown, encoding="ascii")):
+        print("a", end="")
+        flags.write_stdout("é\n".encode() + b"\xff")
+        assert shown.getvalue() == "aé\n".encode() + b"\xff"
+    with contextlib.redirect_stdout(io.StringIO()) as text:  # has no bytes below it
+        flags.write_stdout("é".encode() + b"\xff")
+    assert text.getvalue() == "é\ufffd"
+
+
+STOP = "import gc, signal; stop = lambda *_: signal.raise_signal(2)"
+ENDS = {
+    "Ctrl-C": ("stop()", 130),
+    "in a callback": ("gc.callbacks.append(stop); gc.collect()", 130),
+    "swallowed": ("with contextlib.suppress(KeyboardInterrupt): stop()", 130),
+    "swallowed, then an error": ("try: stop()\n    finally: sys.exit(3)", 130),
+    "an error": ("sys.exit(3)", 3),
+    "no error": ("print('done', file=sys.stderr)", 0),
+}
+
+
+@pytest.mark.parametrize("code, found", ENDS.values(), ids=ENDS.keys())
+def test_ctrl_c_ends_a_script_with_one_line_and_exit_130_whatever_swallows_it(code, found):
+    script = f"import contextlib, sys; from data import flags\n{STOP}\ndef main():\n    {code}\nflags.run_script(main)"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (found, {130: "stopped at once\n", 3: "", 0: "done\n"}[found])
+
+
+@pytest.mark.parametrize("words", ["train.py", "sample.py", "-m data.prepare", "-m data.import_checkpoint"])
+def test_ctrl_c_while_modules_load_ends_a_script_with_one_line_and_exit_130(words, tmp_path):
+    for name in ("numpy", "jax"):
+        (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(2)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped at once\n")
+
+
+def test_a_prompt_may_begin_with_a_dash(place, monkeypatch):
+    monkeypatch.chdir(place)
+    for words in (["--prompt", "-hello"], ["--prompt=-hello"]):
+        assert call(sample.main, *words, run="model", n_tokens=1).out.startswith("-hello")
+
+
+def test_a_new_number_may_be_its_default_and_a_flag_without_a_comment_is_named():
+    @dataclass(frozen=True)
+    class New:
+        label_smoothing: float = 0.0  # share of the target's probability that all share
+        n_pages: int = 0  # pages
+        undocumented: int = 1
+
+        def __post_init__(self):
+            txl.check_fields(self)
+
+    assert New(n_pages=3).label_smoothing == 0
+    for wrong in (dict(label_smoothing=-0.5), dict(n_pages=-1), dict(undocumented=0)):
+        with pytest.raises(ValueError, match="out of range"):
+            New(**wrong)
+    with pytest.raises(ValueError, match="New.undocumented has no comment"):
+        flags.parse([], "x.py", "", (New,), ())
+
+
+def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+    def none():
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", none)
+        for main, words in ((train.main, ["--data", "text.txt", *SMALL]), (sample.main, ["--run", "model"])):
+            refused(call(main, *words), "no device", "JAX_PLATFORMS")
+    with jax.disable_jit():
+        refused(call(train.main, "--data", "text.txt", *SMALL), "JAX_DISABLE_JIT")

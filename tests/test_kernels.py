@@ -16,13 +16,9 @@ from jax.extend.core import jaxprs_in_params
 from runs import TINY, call, refused, save_model
 
 import kernels
-import layer
-import plan
 import sample
 import train
 import txl
-from attention import attention
-from bench import gpu
 from data import tokenizer
 
 BF16 = jnp.bfloat16
@@ -50,19 +46,19 @@ def with_gradients(attend, args, cotangent):
 
 
 def first(T, M, *fills, window=None):
-    """lo [B, T] of memory filled to `fills`, and of a window."""
-    lo = np.maximum(M - np.array(fills)[:, None], 0)
-    return np.maximum(lo, np.arange(T) + M + 1 - (window or M + T)).astype(np.int32)
+    """kv_start [B, T] of memory filled to `fills`, and of a window."""
+    kv_start = np.maximum(M - np.array(fills)[:, None], 0)
+    return np.maximum(kv_start, np.arange(T) + M + 1 - (window or M + T)).astype(np.int32)
 
 
 def scattered(T, M):
     """First visible keys as of documents, with queries that see nothing among them, a whole block of 16 of them too."""
-    lo = np.random.default_rng(3).integers(0, T + M, (2, T)).astype(np.int32)
-    lo[1, 20:44] = T + M
-    return lo
+    kv_start = np.random.default_rng(3).integers(0, T + M, (2, T)).astype(np.int32)
+    kv_start[1, 20:44] = T + M
+    return kv_start
 
 
-CASES = {  # B, H, T, M, K, lo, window, block
+CASES = {  # B, H, T, M, K, kv_start, window, block
     "lengths that are no multiples of a block longer than T": (2, 3, 37, 54, 41, first(37, 54, 54, 11), None, 64),
     "no memory, a head of 64": (2, 1, 37, 0, 64, first(37, 0, 0, 0), None, 16),
     "one query, no memory": (2, 3, 1, 0, 41, first(1, 0, 0, 0), None, 16),
@@ -75,15 +71,16 @@ CASES = {  # B, H, T, M, K, lo, window, block
 
 def compare(name, dtype, device, clamp=None):
     """(fused, dense in float32): output and all gradients of a case."""
-    B, H, T, M, K, lo, window, block = CASES[name]
+    B, H, T, M, K, kv_start, window, block = CASES[name]
     *args, cotangent = inputs(B, H, T, M, K, dtype)
     if clamp:
         args[4] = args[4][:, -1 - np.minimum(np.arange(M + T), clamp)[::-1]]
-    fused = partial(kernels.attention, lo=lo, block=block, window=window, device=device, interpret=True)
+    fused = partial(kernels.attention, kv_start=kv_start, block=block, window=window, device=device, interpret=True)
     got = with_gradients(fused, args, cotangent)
     assert all(g.dtype == dtype and g.shape == a.shape for g, a in zip(got, (cotangent, *args)))
     wide = lambda a: a.astype(jnp.float32)
-    want = with_gradients(partial(attention, lo=lo, block=None), [wide(a) for a in args], wide(cotangent))
+    attend = partial(txl.attention, kv_start=kv_start, block=None)
+    want = with_gradients(attend, [wide(a) for a in args], wide(cotangent))
     return [np.asarray(wide(g)) for g in got], [np.asarray(w) for w in want]
 
 
@@ -91,8 +88,8 @@ def compare(name, dtype, device, clamp=None):
 def test_outputs_and_gradients_are_those_of_dense_attention(name):
     got, want = compare(name, jnp.float32, "gpu")
     assert worst(got, want) < 5e-6  # sums of up to 91 float32 products of order 1, in another order
-    B, H, T, M, K, lo, *_ = CASES[name]
-    blind = np.broadcast_to((lo > np.arange(T) + M)[:, None, :, None], got[0].shape)
+    B, H, T, M, K, kv_start, *_ = CASES[name]
+    blind = np.broadcast_to((kv_start > np.arange(T) + M)[:, None, :, None], got[0].shape)
     assert (got[0][blind] == 0).all() and (got[1][blind] == 0).all() and (got[2][blind] == 0).all()
     assert blind.any() == (name == "documents and queries that see nothing")
 
@@ -114,11 +111,13 @@ def test_the_position_term_obeys_the_addition_theorem():
     cfg, (B, H, T, M, K) = txl.Config(d_model=26), (2, 3, 37, 18, 5)
     q_u, q_v, k, v, _, _ = inputs(B, H, T, M, K)
     w_r = np.random.default_rng(1).standard_normal((26, H, K)) / 5
-    r = np.einsum("xd,dhk->hxk", txl.sinusoids(jnp.arange(M + T - 1, -1, -1), cfg), w_r).astype(np.float32)
-    lo = np.zeros((B, T), np.int32)
-    out = jax.jit(partial(kernels.attention, lo=lo, block=16, device="gpu", interpret=True))(q_u, q_v, k, v, r)
+    r = np.einsum("xd,dhk->hxk", txl.sinusoidal_embedding(jnp.arange(M + T - 1, -1, -1), cfg), w_r).astype(np.float32)
+    kv_start = np.zeros((B, T), np.int32)
+    out = jax.jit(partial(kernels.attention, kv_start=kv_start, block=16, device="gpu", interpret=True))(
+        q_u, q_v, k, v, r
+    )
 
-    table = lambda places: np.split(np.asarray(txl.sinusoids(places, cfg), np.float64), 2, 1)
+    table = lambda places: np.split(np.asarray(txl.sinusoidal_embedding(places, cfg), np.float64), 2, 1)
     (sin_t, cos_t), (sin_s, cos_s) = table(jnp.arange(M, M + T)), table(jnp.arange(M + T))
     of_sin, of_cos = np.split(np.einsum("bhtk,dhk->bhtd", np.asarray(q_v, np.float64), w_r), 2, 3)
     scores = np.einsum("bhtd,sd->bhts", of_sin * sin_t + of_cos * cos_t, cos_s)
@@ -133,8 +132,8 @@ def test_the_shift_keeps_the_cells_of_the_right_distance():
     cells = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.float32)  # columns: distances 2, 1, 0
     r = np.concatenate([np.eye(3, dtype=np.float32), np.full((1, 3), np.nan, np.float32)])[None]  # rows from S on: any
     values = np.eye(3, dtype=np.float32)[None, None]
-    lo, zero = np.zeros((1, 3), np.int32), np.zeros((1, 1, 3, 3), np.float32)
-    out = kernels.attention(zero, cells[None, None], zero, values, r, lo, block=16, device="gpu", interpret=True)
+    kv_start, zero = np.zeros((1, 3), np.int32), np.zeros((1, 1, 3, 3), np.float32)
+    out = kernels.attention(zero, cells[None, None], zero, values, r, kv_start, block=16, device="gpu", interpret=True)
     for t, row in enumerate(([12.0], [21.0, 22], [30.0, 31, 32])):
         want = np.exp(np.array(row) - row[-1])
         np.testing.assert_allclose(out[0, 0, t], [*want / want.sum(), *[0] * (2 - t)], 0, 1e-6)
@@ -150,8 +149,8 @@ def arguments(T, dtype=jnp.float32, M=None):
 
 
 def gradients(*args, **options):
-    *args, lo = args
-    out, pull = jax.vjp(lambda *args: kernels.attention(*args, lo, **options), *args)
+    *args, kv_start = args
+    out, pull = jax.vjp(lambda *args: kernels.attention(*args, kv_start, **options), *args)
     return out, pull(out)
 
 
@@ -182,7 +181,7 @@ def test_tiles_outside_of_all_windows_are_not_computed():
     """A hidden key that is NaN would show: its weight is 0, the product is NaN."""
     *args, cotangent = inputs(1, 1, 64, 64, 5)
     broken = [a.at[:, :, :32].set(jnp.nan) if a.shape[2] == 128 else a for a in args]  # k and v; the first sees 48 on
-    run = partial(kernels.attention, lo=first(64, 64, 64, window=17), device="gpu", interpret=True, block=16)
+    run = partial(kernels.attention, kv_start=first(64, 64, 64, window=17), device="gpu", interpret=True, block=16)
     assert all(np.isfinite(a).all() for a in with_gradients(partial(run, window=17), broken, cotangent))
     assert np.isnan(with_gradients(run, broken, cotangent)[0]).any()
 
@@ -226,14 +225,14 @@ def test_the_model_computes_the_same_with_it(monkeypatch):
     cfg = dataclasses.replace(cfg, same_length=True, clamp_len=3)
     fused = dataclasses.replace(cfg, attention="pallas")
     interpreted = partial(kernels.attention, device="gpu", interpret=True)  # no such device here: as it would compute
-    for module in (layer, txl):
-        monkeypatch.setattr(module, "attention_of", lambda cfg: interpreted if cfg.attention == "pallas" else attention)
+    chosen = lambda cfg: interpreted if cfg.attention == "pallas" else txl.attention
+    monkeypatch.setattr(txl, "attention_fn", chosen)
     args = make_params(cfg), make_ids(cfg, 2, 8), make_mems(cfg, 2, fill=[0, 3])
 
     @partial(jax.jit, static_argnums=0)
     def run(cfg, params, ids, mems):
         loss = lambda params: txl.loss_fn(params, ids[:, :-1], ids[:, 1:], mems, cfg)
-        hidden, _ = txl.read(params, ids, txl.init_cache(params, cfg, 2), cfg)
+        hidden, _ = txl.forward_cached(params, ids, txl.init_cache(params, cfg, 2), cfg)
         return jax.value_and_grad(loss, has_aux=True)(params), hidden
 
     assert worst(run(fused, *args), run(cfg, *args)) < 2e-5
@@ -250,10 +249,10 @@ def test_what_it_can_not_do_is_refused_by_the_config(options):
 
 def test_dropout_of_weights_and_a_cpu_are_refused():
     *args, _ = inputs(1, 1, 3, 0, 4)
-    lo = np.zeros((1, 3), np.int32)
+    kv_start = np.zeros((1, 3), np.int32)
     for options, words in ((dict(drop=(None, 0.1), device="gpu"), "dropatt"), ({}, "runs on a gpu or a tpu.*cpu")):
         with pytest.raises(ValueError, match=words) as e:
-            kernels.attention(*args, lo, block=None, **options)
+            kernels.attention(*args, kv_start, block=None, **options)
         assert "\n" not in str(e.value)
 
 
@@ -273,28 +272,3 @@ def test_a_checkpoint_that_was_trained_with_it_is_read_on_a_cpu(tmp_path):
     run = save_model(tmp_path / "run", cfg, make_params(cfg), vocab)
     outcome = call(sample.main, run=run, prompt="more than one segment of text", n_tokens=2)
     assert outcome.code is None
-
-
-def test_the_plan_keeps_it_where_it_is_asked_for_and_knows_what_it_recomputes():
-    cfg, run = txl.Config(attention="pallas"), train.Run()
-    found = {setting.attention for setting, _ in plan.candidates(cfg, run, 4)}
-    assert found == {"pallas"}
-    assert "pallas" not in {setting.attention for setting, _ in plan.candidates(txl.Config(), run, 4)}
-    assert plan.recompute(cfg, run) > plan.recompute(dataclasses.replace(cfg, attention="dense"), run) == 1
-
-
-def test_the_script_for_an_accelerator_runs_small_on_a_cpu():
-    outcome = call(gpu.main, "--tiny", peak_tflops=2)
-    lines = outcome.entries()
-    assert [line["what"] for line in lines] == ["check"] * 3 + ["times", "step", "decode"]
-    assert all(line["device"] == "cpu" and line["jax"] == jax.__version__ for line in lines)
-    for line in lines[:3]:
-        assert line["repeats_identical"] and all(line[f"{of}_error"] < 1e-2 for of in ("out", "q_u", "q_v", "k", "r"))
-    assert all(
-        lines[3][f"{name}_{of}_ms"] > 0
-        for name in ("dense", "chunked", "pallas")
-        for of in ("forward", "value_and_grad")
-    )
-    told = lines[4]
-    assert told["tok_per_s"] > 0 and told["plan_mib"] > 0 and told["of_peak"] <= told["model_tflops"]
-    assert lines[5]["tok_per_s"] > 0

@@ -1,5 +1,6 @@
-"""The README's commands work: each is run in its order, made small by flags put after its own."""
+"""The README's commands and the recipes work: each is run in its order, made small by other values of flags."""
 
+import importlib
 import json
 import pickle
 import re
@@ -16,7 +17,6 @@ from test_import import CONFIG, foreign, safetensors
 import sample
 import train
 import txl
-from bench import recipes
 from data import import_checkpoint, prepare
 from data.corpora import CORPORA, FOLDER
 
@@ -24,10 +24,13 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = [block.replace("\\\n", " ").splitlines() for block in re.findall(r"^```.*?\n(.*?)^```$", README, re.M | re.S)]
 LINES = [line for block in BLOCKS for line in block]
-COMMANDS = [part for line in LINES if re.match("python |pip ", line) for part in line.split(" && ")]
 MAINS = {"python train.py": train.main, "python sample.py": sample.main, "python -m data.prepare": prepare.main}
 MAINS |= {"python -m data.import_checkpoint": import_checkpoint.main}
 SIZES = dict(n_layer=1, n_head=2, d_model=8, d_head=3, d_inner=12, mem_len=5, tgt_len=16, batch=2, devices=1)
+
+
+def commands(lines):
+    return [part for line in lines if re.match("python |pip ", line) for part in line.split(" && ")]
 
 
 def small(words):
@@ -43,6 +46,9 @@ def small(words):
     quick |= dict(batch=1, dtype="bfloat16") if "--plan" in words else {}  # fewer settings to compile
     quick |= dict(d_model=64, cutoffs="3,5,7") if "--cutoffs" in words else {}  # wide enough for div_val 4
     quick |= dict(json=True) if len(words) > 2 else {}  # no sample to compile
+    quick |= (
+        dict(optimizer="adam") if len(words) > 2 and "--optimizer" not in words else {}
+    )  # compiles faster than muon
     return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
 
 
@@ -75,47 +81,41 @@ def test_the_two_set_up_commands_stand_there_word_for_word_and_the_gate_runs_the
     assert gate[1] in LINES and gate[1].endswith("python -m pytest")
 
 
-def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch, quick_compiles):
+def run(command, monkeypatch):
+    """Runs a command small, in process; returns the main that it calls, or None for what is not run here."""
+    words = shlex.split(command, comments=True)
+    main = next((main for start, main in MAINS.items() if f"{command} ".startswith(f"{start} ")), None)
+    if main is None:
+        assert words[0] == "pip" or command == "python -m pytest", command
+        return None
+    for name in words:
+        if name.endswith(".txt") and not Path(name).exists():
+            Path(name).write_bytes(string.printable.encode() + TEXT)
+    if words[3:] and words[3] in CORPORA:
+        have(words[3], monkeypatch)
+    flags = small(words)
+    for name, value in flags.items():
+        if f"--{name}" in words:  # a flag may be given only once
+            at = words.index(f"--{name}")
+            del words[at : at + (1 if isinstance(value, bool) else 2)]
+    outcome = call(main, *words[3 if words[1] == "-m" else 2 :], **flags)
+    assert outcome.code is None and outcome.out, (command, outcome)
+    return main
+
+
+def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     published(tmp_path / "transfo-xl-wt103")
-    ran = []
-    for command in COMMANDS:
-        words = shlex.split(command, comments=True)
-        main = next((main for start, main in MAINS.items() if f"{command} ".startswith(f"{start} ")), None)
-        if main is None:
-            module = re.fullmatch(r"python -m (bench\.\w+).*", command)  # measures for minutes: not run here
-            known = words[0] == "pip" or command == "python -m pytest"
-            assert known or (module and (ROOT / f"{module[1].replace('.', '/')}.py").is_file()), command
-            continue
-        for name in words:
-            if name.endswith(".txt") and not Path(name).exists():
-                Path(name).write_bytes(string.printable.encode() + TEXT)
-        if words[3:] and words[3] in CORPORA:
-            have(words[3], monkeypatch)
-        outcome = call(main, *words[3 if words[1] == "-m" else 2 :], **small(words))
-        assert outcome.code is None and outcome.out, (command, outcome)
-        ran.append(main)
-    assert len(ran) > 6 and set(ran) == set(MAINS.values())
+    ran = [run(command, monkeypatch) for command in commands(LINES)]
+    assert len(ran) > 6 and set(ran) == {None, *MAINS.values()}
 
 
-def test_the_table_of_recipes_says_what_their_commands_were_planned_to_need():
-    section, commands = README.split("## Reproduce\n")[1].split("\n## ")[0], recipes.commands(README)
-    lines = [json.loads(line) for line in (ROOT / "bench/results/recipes.jsonl").read_text("utf-8").splitlines()]
-    planned = {(line["recipe"], line["asked"]): line for line in lines}
-    assert len(planned) == len(lines) and {name for name, _ in planned} == {*commands, *recipes.MORE}
-    mib = {name: [f"{planned[name, asked]['total_mib']:,.0f}" for asked in (True, False)] for name, _ in planned}
-    rows = dict(re.findall(r"^\| `([\w-]+)`, (.*) \|$", section, re.M))
-    assert list(rows) == list(commands)
-    for name, words in commands.items():
-        line = planned[name, True]
-        assert line["command"] == planned[name, False]["command"] == shlex.join(words)
-        whole = sum(line[f"{kind}_mib"] for kind in ("parameters", "gradients", "optimizer"))
-        size = f"{recipes.settings(words)[0].n_layer} layers | {line['n_params'] / 1e6:.1f} M"
-        assert rows[name].split(" | ")[:2] == size.split(" | ")
-        assert rows[name].split(" | ")[4:] == [*mib[name], f"{whole:,.0f}"]
-    for name in recipes.MORE:
-        assert " needs {} MiB as asked, {} at its".format(*mib[name]) in section.replace("\n", " ")
-    assert {line["jax"] for line in lines} == set(re.findall(r"by jax ([\d.]+\d)", section))
+@pytest.mark.parametrize("recipe", sorted(ROOT.glob("tools/recipes/*.sh")), ids=lambda path: path.stem)
+def test_a_recipe_prepares_trains_and_evaluates(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = recipe.read_text(encoding="utf-8").replace("\\\n", " ")
+    ran = [run(command, monkeypatch) for command in commands(text.splitlines())]
+    assert ran == [prepare.main, train.main, train.main]
 
 
 INSTALLS = re.findall(r"pip install ([^`\n&]+)", README)
@@ -125,14 +125,17 @@ INSTALLS = re.findall(r"pip install ([^`\n&]+)", README)
 def test_pip_is_asked_for_what_there_is(what):
     for word in shlex.split(what):
         name, extra = re.fullmatch(r"([\w.-]+)(?:\[([\w-]+)\])?", word).groups()
-        assert name in ("-r", "requirements.txt", "-U", "jax", "matplotlib", "torch", "safetensors")
+        assert name in ("-r", "requirements.txt", "-U", "jax", "matplotlib", "tokenizers", "torch", "safetensors")
         assert extra is None or extra in metadata(name).get_all("Provides-Extra")
         assert not name.endswith(".txt") or (ROOT / name).is_file()
 
 
-def test_every_flag_that_the_readme_names_is_one():
-    text = "".join(call(main, "--help").out for main in MAINS.values())
-    text += "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("bench/*.py"))
-    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
-    assert {"--n_layer", "--no-same_length", "--top_k", "--min_count"} < known
-    assert set(re.findall(r"(?<![\w-])--(?!xla_)[a-z][\w-]*", README)) <= known
+def test_every_flag_that_the_readme_and_the_results_name_is_one():
+    tools = [path for path in ROOT.glob("tools/**/*.py") if "\ndef main(" in path.read_text(encoding="utf-8")]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in tools]
+    mains = [*MAINS.values(), *(importlib.import_module(name).main for name in modules)]
+    pattern = r"(?<![\w-])--(?!xla_)[a-z][\w-]*"
+    known = set(re.findall(pattern, "".join(call(main, "--help").out for main in mains)))
+    assert {"--n_layer", "--no-same_length", "--top_k", "--min_count", "--looks", "--peak_tflops"} < known
+    results = (ROOT / "tools" / "RESULTS.md").read_text(encoding="utf-8")
+    assert set(re.findall(pattern, README + results)) <= known

@@ -1,6 +1,9 @@
 """Sampling through `sample.main`: the draw at every edge, prompts of any length and kind, what is printed."""
 
+import contextlib
 import dataclasses
+import gzip
+import io
 import json
 import math
 import os
@@ -14,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import BYTE, CHAR, COMPILED, WORD, call, random_model, refused
+from conftest import make_params
+from runs import BYTE, CHAR, COMPILED, WORD, call, random_model, refused, save_model
 
-import generate
 import sample
-import train
 import txl
+from data import checkpoint
 
 ROOT = Path(__file__).parent.parent
 # same_length: logits do not depend on where a text is cut, so that any cut can be compared with any other
@@ -38,9 +41,9 @@ def char(tmp_path_factory):
     return model(tmp_path_factory.mktemp("char") / "run", CHAR)
 
 
-def ids_of(run, **flags):
+def ids_of(run, *words, **flags):
     """The ids of each sample."""
-    outcome = call(sample.main, run=run, json=True, **flags)
+    outcome = call(sample.main, *words, run=run, json=True, **flags)
     assert outcome.code is None, outcome
     return [entry["ids"] for entry in outcome.entries()]
 
@@ -49,34 +52,33 @@ def ids_of(run, **flags):
 
 
 def how(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    return generate.How(temperature, top_k, top_p, min_p, 256)
+    return sample.SamplingParams(temperature, top_k, top_p, min_p, 256)
 
 
-@partial(jax.jit, static_argnames="how")
-def draws(logits, keys, how):
-    return jax.vmap(lambda key: generate.draw(logits, key, how))(keys)
+PLAIN = how()
 
 
-def drawn(p, n=400, **options):
-    """The set of ids among n draws where ids have probabilities p."""
+@partial(jax.jit, static_argnames=("n", "how"))
+def draws(logits, n=100, how=PLAIN):
+    """n ids [n] that are drawn from logits [V]."""
+    keys = jax.random.split(jax.random.key(3), n)
+    return jax.vmap(lambda key: sample.sample_next_token(logits, key, how))(keys)
+
+
+def drawn(p, **options):
+    """The set of ids among 400 draws where ids have probabilities p."""
     with np.errstate(divide="ignore"):
         logits = np.log(np.asarray(p, np.float32))
-    return set(np.asarray(draws(logits, jax.random.split(jax.random.key(3), n), how(**options))).tolist())
+    return set(np.asarray(draws(logits, 400, how(**options))).tolist())
 
 
-@pytest.mark.parametrize(
-    "p, top_p, want",
-    [
-        ([0.5, 0.3, 0.15, 0.05], 0.6, {0, 1}),
-        ([0.5, 0.3, 0.15, 0.05], 0.85, {0, 1, 2}),
-        ([0.4, 0.3, 0.2, 0.1], 0.8, {0, 1, 2}),
-        ([0.3, 0.1, 0.1, 0.5], 0.8, {0, 3}),
-        ([0.3, 0.1, 0.1, 0.5], 1e-8, {3}),
-        ([0.3, 0.1, 0.1, 0.5], 1.0, {0, 1, 2, 3}),
-    ],
-)
+FALLING, LAST = [0.5, 0.3, 0.15, 0.05], [0.3, 0.1, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("p, top_p, want", [(FALLING, 0.6, {0, 1}), (FALLING, 0.85, {0, 1, 2}), (LAST, 0.8, {0, 3})])
 def test_top_p_keeps_a_token_while_the_mass_before_it_is_less(p, top_p, want):
     assert drawn(p, top_p=top_p) == want
+    assert drawn(p, top_p=1e-8) == {np.argmax(p)} and drawn(p, top_p=1.0) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("top_k, size", [(1, 1), (2, 2), (10, 10), (11, 11), (12, 11), (500, 11), (0, 11)])
@@ -87,56 +89,48 @@ def test_top_k_keeps_that_many_of_11_ids_and_0_or_more_than_11_all(top_k, size):
     assert drawn(p, top_k=top_k) == set(ranked[:size].tolist())
 
 
-def test_ties_never_let_more_than_top_k_through():
+@pytest.mark.parametrize("min_p, want", [(0.0, {0, 1, 2, 3}), (0.25, {0, 1}), (0.7, {0}), (1.0, {0})])
+def test_min_p_keeps_what_is_that_share_as_likely_as_the_likeliest(min_p, want):
+    assert drawn([0.5, 0.3, 0.12, 0.08], min_p=min_p) == want
+
+
+def test_ties_never_let_more_than_top_k_through_and_of_top_k_and_top_p_both_must_keep_an_id():
     assert drawn([0.1, 0.2, 0.2, 0.2, 0.2, 0.1], top_k=2) == {1, 2}
-
-
-def test_top_k_and_top_p_together_keep_what_both_keep():
     assert drawn([0.4, 0.3, 0.2, 0.1], top_k=3, top_p=0.5) == {0, 1}
     assert drawn([0.4, 0.3, 0.2, 0.1], top_k=1, top_p=0.99) == {0}
 
 
 def test_filters_that_filter_nothing_change_no_draw():
-    logits, keys = (
-        np.random.default_rng(2).standard_normal(11).astype(np.float32),
-        jax.random.split(jax.random.key(0), 50),
-    )
-    plain = draws(logits, keys, how())
+    logits = np.random.default_rng(2).standard_normal(11).astype(np.float32)
     for options in ({"top_k": 11}, {"top_k": 500}, {"top_p": 1.0}):
-        assert (draws(logits, keys, how(**options)) == plain).all()
+        assert (draws(logits, how=how(**options)) == draws(logits)).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-45])
 def test_temperature_0_and_next_to_0_take_the_most_likely_token(temperature):
-    logits = np.float32([1, -2, 3, 2.999, -np.inf, 0])
-    found = draws(logits, jax.random.split(jax.random.key(0), 100), how(temperature))
-    assert set(np.asarray(found).tolist()) == {2}
+    assert set(np.asarray(draws(np.float32([1, -2, 3, 2.999, -np.inf, 0]), how=how(temperature))).tolist()) == {2}
 
 
 def test_draws_have_the_probabilities_of_the_logits_and_the_temperature():
     logits, n = np.log(np.float32([0.5, 0.3, 0.15, 0.05])), 20_000
     for temperature in (1.0, 0.5):
         p = np.exp(logits / temperature)
-        found = draws(logits, jax.random.split(jax.random.key(5), n), how(temperature))
-        share = np.bincount(np.asarray(found), minlength=4) / n
+        share = np.bincount(np.asarray(draws(logits, n, how(temperature))), minlength=4) / n
         np.testing.assert_allclose(share, p / p.sum(), atol=4 * 0.5 / n**0.5)  # four deviations of a share
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
-def test_logits_that_are_not_finite_draw_minus_1_and_never_an_id(bad, options):
-    logits = np.float32([1, bad, 3, 2])
-    keys = jax.random.split(jax.random.key(0), 9)
-    assert set(np.asarray(draws(logits, keys, how(**options))).tolist()) == {-1}
-    assert set(np.asarray(draws(np.full(4, -np.inf, np.float32), keys, how(**options))).tolist()) == {-1}
+def test_logits_that_are_not_finite_draw_minus_1_and_never_an_id(options):
+    for logits in ([1, np.nan, 3, 2], [1, np.inf, 3, 2], [-np.inf] * 4):
+        assert (draws(np.float32(logits), how=how(**options)) == -1).all()
 
 
 def test_uniform_logits_of_50_000_ids_in_bfloat16_are_drawn_without_bias():
-    logits, opts = jnp.zeros(50_000, jnp.bfloat16), how()
+    logits, keys, opts = jnp.zeros(50_000, jnp.bfloat16), jax.random.split(jax.random.key(0), 1000), how()
     # 1,000 draws of a uniform id have a median within 2,372 of 25,000 (three deviations) in 997 of 1,000 cases;
     # noise in bfloat16 has ties, of which the first id wins: the median falls by thousands.
-    keys = jax.random.split(jax.random.key(0), 1000)
-    found = jax.jit(lambda keys: jax.lax.map(lambda key: generate.draw(logits, key, opts), keys, batch_size=20))(keys)
+    draw = lambda key: sample.sample_next_token(logits, key, opts)
+    found = jax.jit(lambda keys: jax.lax.map(draw, keys, batch_size=20))(keys)
     assert 24_000 < np.median(found) < 26_000
 
 
@@ -144,9 +138,8 @@ def test_a_checkpoint_with_nan_stops_with_a_message_instead_of_a_text(tmp_path):
     def spoil(params):
         params["out_bias_0"][5] = np.nan
 
-    refused(
-        call(sample.main, run=model(tmp_path / "run", change=spoil), prompt="ab", n_tokens=3), "token 1", "not finite"
-    )
+    run = model(tmp_path / "run", change=spoil)
+    refused(call(sample.main, run=run, prompt="ab", n_tokens=3), "token 1", "not finite")
 
 
 # prompts
@@ -157,7 +150,7 @@ forward = jax.jit(lambda params, *args: txl.forward(params, *args), static_argnu
 
 def evaluated(folder, text):
     """Logits [n, V] after every id of `text`, by evaluation in segments of 8 with memory carried."""
-    cfg, params, *_ = train.load(folder)
+    cfg, params, *_ = checkpoint.load(folder)
     ids, mems, found = np.frombuffer(text, np.uint8).astype(np.int32), txl.init_mems(cfg, 1), []
     for segment in np.pad(ids, (0, -len(ids) % 8)).reshape(-1, 1, 8):
         hidden, mems = forward(params, segment, mems, cfg)
@@ -171,7 +164,7 @@ def test_a_prompt_of_any_length_is_read_as_evaluation_reads_it_also_past_mem_len
     logits = evaluated(byte, TEXT[:length] + bytes(ids))[length - 1 : -1]
     row = jax.random.fold_in(jax.random.key(1), 0)
     keys = jax.vmap(lambda number: jax.random.fold_in(row, number))(jnp.arange(40))
-    assert ids == jax.vmap(lambda *args: generate.draw(*args, how()))(logits, keys).tolist()
+    assert ids == jax.vmap(lambda *args: sample.sample_next_token(*args, how()))(logits, keys).tolist()
     (likely,) = ids_of(byte, prompt=TEXT[:length].decode(), n_tokens=1, temperature=0)
     assert likely == [logits[0].argmax()]
 
@@ -186,21 +179,14 @@ def test_prompts_of_1_to_40_characters_seeds_and_lengths_compile_one_decode_step
     assert len(COMPILED) == compiled + 1
 
 
-def test_the_same_prompt_gives_the_same_text_after_another_prompt_and_the_same_seed_only(byte):
+def test_a_text_belongs_to_prompt_and_seed_whatever_was_before_and_beside_it_and_drops_nothing(tmp_path, byte):
     (p,), (q,), (again,) = (ids_of(byte, prompt=text, n_tokens=30) for text in ("alpha", "be", "alpha"))
     assert p == again != q
     assert ids_of(byte, prompt="alpha", n_tokens=30, seed=2) != [p]
     assert ids_of(byte, prompt="alpha", n_tokens=17) == [p[:17]]  # blocks do not matter to the draws
-
-
-def test_the_first_of_three_samples_is_the_only_one_and_the_others_differ(byte):
-    three, one = ids_of(byte, prompt="alpha", n_tokens=30, n_samples=3), ids_of(byte, prompt="alpha", n_tokens=30)
-    assert three[0] == one[0] and len(three) == 3 and three[0] != three[1] != three[2] != three[0]
-
-
-def test_dropout_of_training_is_off(tmp_path, byte):
-    dropped = model(tmp_path / "run", dropout=0.5, dropatt=0.5)
-    assert ids_of(dropped, prompt="alpha", n_tokens=30) == ids_of(byte, prompt="alpha", n_tokens=30)
+    first, *others = ids_of(byte, prompt="alpha", n_tokens=30, n_samples=3)
+    assert first == p and len({*map(tuple, [first, *others])}) == 3
+    assert ids_of(model(tmp_path / "run", dropout=0.5, dropatt=0.5), prompt="alpha", n_tokens=30) == [p]
 
 
 def test_an_empty_prompt_starts_from_a_newline_or_the_first_symbol_and_shows_none_of_it(byte, char):
@@ -210,88 +196,57 @@ def test_an_empty_prompt_starts_from_a_newline_or_the_first_symbol_and_shows_non
         assert given == start + shown
 
 
-def test_a_character_that_training_never_saw_is_named_with_its_place_and_bytes_have_no_such_case(byte, char):
-    refused(call(sample.main, run=char, prompt="abé\U0001f600x"), "prompt", "'x'", "character index 4", "line 1")
-    assert call(sample.main, run=byte, prompt="abé\U0001f600x", n_tokens=1).code is None
-
-
-def test_a_prompt_of_spaces_has_no_word(tmp_path):
+def test_a_prompt_that_the_vocabulary_does_not_hold_is_refused_and_named_and_bytes_have_no_such_case(
+    byte, char, tmp_path
+):
+    refused(call(sample.main, run=char, prompt="abé😀x"), "prompt", "'x'", "character index 4", "line 1")
+    assert call(sample.main, run=byte, prompt="abé😀x", n_tokens=1).code is None
     refused(call(sample.main, run=model(tmp_path / "run", WORD), prompt="  "), "prompt holds no word")
 
 
 def test_a_prompt_from_a_file_is_its_bytes_as_they_are(byte, tmp_path):
-    text = "two  \t\r\nlines é \U0001f600\n"
+    text = "two  \t\r\nlines é 😀\n"
     (tmp_path / "p.txt").write_bytes(text.encode())
     (entry,) = call(sample.main, run=byte, prompt_file=tmp_path / "p.txt", n_tokens=20, json=True).entries()
     assert entry["prompt"] == text and [entry["ids"]] == ids_of(byte, prompt=text, n_tokens=20)
-    refused(call(sample.main, run=byte, prompt_file=tmp_path / "none.txt"), "none.txt", "No such file")
-    refused(call(sample.main, run=byte, prompt_file=tmp_path), "prompt_file", "Is a directory")
     (tmp_path / "p.txt").write_bytes(b"")
-    refused(call(sample.main, run=byte, prompt_file=tmp_path / "p.txt"), "prompt_file", "is empty")
+    for name, word in (("none.txt", "No such file"), ("", "Is a directory"), ("p.txt", "is empty")):
+        refused(call(sample.main, run=byte, prompt_file=tmp_path / name), "prompt_file", tmp_path / name, word)
 
 
-def test_a_model_that_remembers_nothing_samples(tmp_path):
-    run = model(tmp_path / "run", mem_len=0, same_length=False)
+def test_models_without_memory_in_bfloat16_and_with_more_ids_than_symbols_sample_what_they_know(tmp_path):
+    run = model(tmp_path / "none", mem_len=0, same_length=False)
     assert len(ids_of(run, prompt=TEXT[:21].decode(), n_tokens=20)[0]) == 20
-
-
-def test_ids_beyond_the_vocabulary_are_never_drawn(tmp_path):
-    run = model(tmp_path / "run", CHAR, n_token=300)
+    assert len(set(ids_of(model(tmp_path / "half", dtype="bfloat16"), prompt="alpha", n_tokens=20)[0])) > 3
+    run = model(tmp_path / "more", CHAR, n_token=300)
     assert max(max(ids) for ids in ids_of(run, prompt="ab", n_tokens=60, n_samples=3)) < 5
-
-
-def test_a_model_in_bfloat16_samples(tmp_path):
-    run = model(tmp_path / "run", dtype="bfloat16")
-    assert len(set(ids_of(run, prompt="alpha", n_tokens=20)[0])) > 3
 
 
 # several prompts, samples, devices
 
 
-def prompts(*texts):
-    """--prompt for each text."""
-    return [word for text in texts for word in ("--prompt", text)]
-
-
-def ids_of_each(run, *words, **flags):
-    outcome = call(sample.main, *words, run=run, json=True, **flags)
-    assert outcome.code is None, outcome
-    return [entry["ids"] for entry in outcome.entries()]
-
-
-def test_prompts_of_different_lengths_together_give_each_the_text_that_it_gives_alone(byte):
-    texts = ["a", "abcabcabca", TEXT[:77].decode(), TEXT[:8].decode(), TEXT[9:18].decode()]
-    together = ids_of_each(byte, *prompts(*texts), n_tokens=37, n_samples=2)
-    alone = [ids for text in texts for ids in ids_of(byte, prompt=text, n_tokens=37, n_samples=2)]
-    assert together == alone and len({tuple(ids) for ids in alone}) == 10
-
-
-def test_rows_together_have_the_logits_that_they_have_alone_past_mem_len_too(byte):
-    cfg, params, *_ = train.load(byte)
-    texts = [np.frombuffer(TEXT[at : at + n], np.uint8).astype(np.int32) for at, n in ((0, 3), (50, 60), (200, 17))]
-    cache, rests = generate.read_prompts(params, texts, cfg, 8)
-    for i, text in enumerate(texts):
-        own, (rest,) = generate.read_prompts(params, [text], cfg, 8)
-        assert rest.tolist() == rests[i].tolist()
-        _, row = generate.rows_of(cache, np.array([[i]]), np.zeros((1, 1), np.int32))
-        row = row._replace(k=tuple(a[0] for a in row.k), v=tuple(a[0] for a in row.v), fill=row.fill[0])
-        logits = [txl.extend(params, rest[None, :1], c, cfg)[0] for c in (own, row)]
-        np.testing.assert_allclose(*logits, 1e-5, 1e-5)  # float32, other shapes of the same products
+@pytest.mark.parametrize("tgt_len", [1, 5, 8])
+def test_prompts_of_any_lengths_together_give_each_the_text_that_it_gives_alone_whatever_the_segment(tgt_len, tmp_path):
+    run = save_model(tmp_path, CFG, make_params(CFG), BYTE, tgt_len=tgt_len)
+    texts = ["a", "a", "abcabcabca", TEXT[:77].decode(), TEXT[:8].decode(), TEXT[9:18].decode()]
+    flags = dict(n_tokens=37, n_samples=2)
+    together = ids_of(run, *[word for text in texts for word in ("--prompt", text)], **flags)
+    assert together == [ids for p, text in enumerate(texts) for ids in ids_of(run, prompt=text, seed=1 + p, **flags)]
+    assert len({*map(tuple, together)}) == 12  # the same prompt has noise of its own
 
 
 def test_a_line_of_a_file_is_a_prompt_and_an_empty_one_starts_as_no_prompt_does(byte, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"alpha\r\n\nbe ta\n")
-    outcome = call(sample.main, run=byte, prompt_file=tmp_path / "p.txt", lines=True, n_tokens=9, json=True)
-    assert [entry["prompt"] for entry in outcome.entries()] == ["alpha", "", "be ta"]
-    alone = [*ids_of(byte, prompt="alpha", n_tokens=9), *ids_of(byte, n_tokens=9)]
-    assert [entry["ids"] for entry in outcome.entries()][:2] == alone
+    entries = call(sample.main, run=byte, prompt_file=tmp_path / "p.txt", lines=True, n_tokens=9, json=True).entries()
+    assert [entry["prompt"] for entry in entries] == ["alpha", "", "be ta"]
+    alone = [*ids_of(byte, prompt="alpha", n_tokens=9), *ids_of(byte, n_tokens=9, seed=2)]
+    assert [entry["ids"] for entry in entries][:2] == alone
     refused(call(sample.main, run=byte, lines=True), "lines", "prompt_file")
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_samples_are_the_same_on_any_number_of_devices(byte, devices):
-    flags = dict(prompt="alpha", n_tokens=20, n_samples=5)
-    assert ids_of(byte, **flags, devices=devices) == ids_of(byte, **flags, devices=1)
+def test_samples_are_the_same_on_any_number_of_devices(byte):
+    one, *others = (ids_of(byte, prompt="alpha", n_tokens=20, n_samples=5, devices=n) for n in (1, 2, 4))
+    assert others == [one, one]
     refused(call(sample.main, run=byte, devices=9), "devices=9", "there are 4")
 
 
@@ -309,33 +264,20 @@ def test_stop_ends_a_sample_there_and_leaves_the_others_as_they_are(char):
     assert call(sample.main, run=char, prompt="ab", n_tokens=60, stop=stop).out == f"ab{stopped[0]['text']}\n"
 
 
-def test_a_stop_text_across_blocks_and_inside_a_word_is_found():
-    assert printed([[65, 66], [67, 68]], stop=("BC",)) == "ABC\n"
-    assert printed([[65, 66], [67, 68]], stop=("CD", "B")) == "AB\n"
-    assert printed([[1, 2], [4, 1]], vocab=WORD, stop=("sa",)) == "the cat sa\n"
-
-
-@pytest.mark.parametrize("min_p, want", [(0.0, {0, 1, 2, 3}), (0.25, {0, 1}), (0.7, {0}), (1.0, {0})])
-def test_min_p_keeps_what_is_that_share_as_likely_as_the_likeliest(min_p, want):
-    assert drawn([0.5, 0.3, 0.12, 0.08], min_p=min_p) == want
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_compiled_loop_holds_no_copy_of_a_ring_and_updates_the_cache_in_place(rows):
     cfg = dataclasses.replace(CFG, mem_len=600)
     params = jax.eval_shape(lambda p: txl.unstack(p, cfg), txl.param_shapes(cfg))
     cache = jax.eval_shape(lambda p: txl.init_cache(p, cfg, rows), params)
     lead = lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype)
-    cache = cache._replace(k=tuple(map(lead, cache.k)), v=tuple(map(lead, cache.v)), fill=lead(cache.fill))
+    cache = cache._replace(k=tuple(map(lead, cache.k)), v=tuple(map(lead, cache.v)), length=lead(cache.length))
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
-    args = ints(1, rows, generate.BLOCK), cache, ints(1, rows), ints(1, rows), ints(1, rows), ints()
-    compiled = generate.make_generate(cfg, how()).lower(params, *args).compile()
+    args = ints(1, rows, sample.BLOCK), cache, ints(1, rows), ints(1, rows), ints(1, rows), ints(1, rows)
+    compiled = sample.make_generate_block(cfg, how()).lower(params, *args).compile()
     ring = cache.k[0].size * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * ring  # of the 4: none is there twice
-    held = [
-        math.prod(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
-    ]
-    assert max(held, default=0) * 4 < ring
+    copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    assert max((math.prod(map(int, dims.split(","))) for dims in copies), default=0) * 4 < ring
 
 
 def test_what_follows_a_separator_does_not_depend_on_what_was_before(byte):
@@ -349,34 +291,39 @@ def test_what_follows_a_separator_does_not_depend_on_what_was_before(byte):
 
 def printed(blocks, prompt=b"", vocab=BYTE, **options):
     """What a stream of blocks of ids puts on standard output."""
-    opts = sample.Sample(**options)
+    opts = sample.SampleConfig(**options)
     blocks = [[np.asarray(b)] * opts.n_samples for b in blocks]
-    script = partial(sample.print_samples, blocks, [prompt], vocab, opts)
-    return call(lambda _: script()).out
+    return call(lambda _: sample.print_samples(blocks, [prompt], vocab, opts)).out
 
 
-def test_a_character_cut_by_blocks_is_put_together_and_one_cut_by_the_end_is_shown_once():
-    face = list("\U0001f600".encode())
-    assert printed([[65, *face[:1]], face[1:3], [face[3], 66]]) == "A\U0001f600B\n"
-    assert printed([[65, *face[:3]]]) == "A\ufffd\n"
-    assert printed([face[2:], [66]], prompt=bytes(face[:2])) == "\U0001f600B\n"  # the prompt's is completed
-    assert printed([face[2:], [66]], prompt=bytes(face[:2]), n_samples=2) == "\U0001f600B\n\n" * 2
+FACE = list("😀".encode())
+WORDS = dict(vocab=WORD, prompt=b"the")
 
 
-def test_words_stand_apart_also_where_blocks_meet():
-    assert printed([[1, 2], [4, 0], [1], [0, 2]], prompt=b"the", vocab=WORD) == "the the cat sat\nthe\ncat\n"
-    assert printed([[1, 2]], prompt=b"the ", vocab=WORD) == "the the cat\n"
-    assert printed([[1, 2]], prompt=b"the", vocab=WORD, n_samples=2) == "the the cat\n\n" * 2
+@pytest.mark.parametrize(
+    "blocks, options, want",
+    [
+        ([[65, *FACE[:1]], FACE[1:3], [FACE[3], 66]], {}, "A😀B\n"),  # a character cut by blocks
+        ([[65, *FACE[:3]]], {}, "A\ufffd\n"),  # and by the end
+        ([FACE[2:], [66]], dict(prompt=bytes(FACE[:2])), "😀B\n"),  # the prompt's is completed
+        ([FACE[2:], [66]], dict(prompt=bytes(FACE[:2]), n_samples=2), "😀B\n\n" * 2),
+        ([[1, 2], [4, 0], [1], [0, 2]], WORDS, "the the cat sat\nthe\ncat\n"),  # words stand apart where blocks meet
+        ([[1, 2]], dict(vocab=WORD, prompt=b"the "), "the the cat\n"),
+        ([[1, 2]], dict(n_samples=2, **WORDS), "the the cat\n\n" * 2),
+        ([[1, 2], [0, 4]], dict(stop=("<eos>",), **WORDS), "the the cat\n\n"),  # what ends a line may end a sample
+        ([[1, 2], [4, 1]], dict(vocab=WORD, stop=("sa",)), "the cat sa\n"),  # inside a word
+        ([[65, 66], [67, 68]], dict(stop=("BC",)), "ABC\n"),  # across blocks
+        ([[65, 66], [67, 68]], dict(stop=("CD", "B")), "AB\n"),  # the first of two
+    ],
+)
+def test_characters_and_words_are_put_together_and_stop_texts_found_across_blocks(blocks, options, want):
+    assert printed(blocks, **options) == want
 
 
 def test_json_lines_hold_prompt_text_and_ids_and_all_else_goes_to_standard_error(byte):
     outcome = call(sample.main, run=byte, prompt="alpha\n", n_tokens=20, n_samples=2, json=True)
     for entry in outcome.entries():
-        assert (
-            entry.keys() == {"prompt", "text", "ids", "stopped"}
-            and not entry["stopped"]
-            and entry["prompt"] == "alpha\n"
-        )
+        assert entry == {"prompt": "alpha\n", "text": entry["text"], "ids": entry["ids"], "stopped": False}
         assert bytes(entry["ids"]).decode("utf-8", "replace") == entry["text"] and len(entry["ids"]) == 20
     assert "best.npz, step 5" in outcome.err and len(outcome.err.splitlines()) == 1
     plain = call(sample.main, run=byte, prompt="alpha\n", n_tokens=20, n_samples=2)
@@ -389,3 +336,29 @@ def test_standard_output_of_the_command_is_the_text_alone_whatever_the_locale(by
     found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=120)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["ids"] == ids_of(byte, prompt="alpha é", n_tokens=20)[0]
+
+
+def test_a_run_in_float64_is_refused_without_x64_and_sampled_with_it(tmp_path, request):
+    cfg = dataclasses.replace(CFG, dtype="float64")
+    run = save_model(tmp_path, cfg, make_params(CFG), BYTE)
+    refused(call(sample.main, run=run, n_tokens=3), "float64", "JAX_ENABLE_X64=1")
+    request.getfixturevalue("x64")
+    assert len(ids_of(run, n_tokens=3)[0]) == 3
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_bytes_go_to_a_file_as_they_are_and_a_terminal_is_shown_control_characters(terminal, monkeypatch):
+    data = "é".encode("latin-1") + b"\x1b]0;title\x07\ta\n" + "\u202e\x9b".encode()
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    with contextlib.redirect_stdout(stream):
+        sample.print_samples([[np.frombuffer(data, np.uint8)]], [b"p"], BYTE, sample.SampleConfig())
+    as_text = "p\ufffd\\x1b]0;title\\x07\ta\n\\u202e\\x9b\n".encode()
+    assert stream.buffer.getvalue() == (as_text if terminal else b"p" + data + b"\n")
+
+
+def test_a_container_is_no_prompt_and_no_text_to_score(byte, tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(TEXT))
+    for flag in ("prompt_file", "score"):
+        refused(call(sample.main, run=byte, **{flag: path}), path, "gzip", "unpack it")

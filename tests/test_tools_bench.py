@@ -1,0 +1,35 @@
+"""The scripts of tools/bench at sizes of seconds: they work with this tree, and what they prove holds."""
+
+import pytest
+from runs import call
+
+from tools.bench import generation, gpu, memory
+
+
+def test_the_script_for_an_accelerator_runs_small_on_a_cpu_and_finds_all_attentions_alike():
+    *checks, step, decode = call(gpu.main, "check", "step", "decode", "--tiny", peak_tflops=2).entries()
+    assert [line["attention"] for line in checks] == ["dense", "chunked", "pallas"]
+    for line in checks:
+        assert line["repeats_identical"]
+        assert all(line[f"{of}_error"] < 1e-2 for of in ("out", "q_u", "q_v", "k", "r"))  # bfloat16
+    assert 0 < step["of_peak"] <= step["model_tflops"] and step["plan_mib"] > 0
+    assert step["tok_per_s"] > 0 and decode["tok_per_s"] > 0
+
+
+def test_live_bytes_do_not_grow_with_the_tokens_generated():
+    lines = call(generation.main, "flat", tiny=True, blocks=1).entries()
+    kept = {line["tokens"]: line["live_bytes"] for line in lines if line["what"] == "kept"}
+    assert list(kept) == [20, 52, 308] and len(set(kept.values())) == 1
+    # a ring of 16 + 1 keys and one of values in each of 2 layers, 2 heads of 6 channels, and the rest
+    assert kept[308] >= 4 * 2 * 2 * 17 * 2 * 6
+
+
+@pytest.mark.parametrize("main, part", [(memory.main, "plan"), (generation.main, "evaluation")])
+def test_a_script_prints_results_as_json_lines_with_the_machine(main, part):
+    lines = call(main, part, tiny=True).entries()
+    assert lines and all(line["jax"] and line["cpu"] for line in lines)
+
+
+def test_a_part_that_is_none_is_refused_naming_those_there_are():
+    outcome = call(generation.main, "decod", tiny=True)
+    assert outcome.code == 2 and "'decod' is unknown: give some of decode, flat, evaluation" in outcome.err

@@ -1,0 +1,203 @@
+"""The plan, the memory budget, allocator flags, running out of memory, and what XLA itself says of the step."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import optax
+import pytest
+from runs import TINY, argv, call
+
+import train
+import txl
+from tools import plan
+
+SMALL = txl.Config(n_token=97, n_layer=2, n_head=2, d_model=64, d_head=24, d_inner=80, mem_len=32, dropout=0.1)
+KINDS = dict.fromkeys(("parameters_mib", "gradients_mib", "optimizer_mib", "memories_mib", "workspace_mib"), 5.0)
+RUN = train.TrainConfig(batch=4, tgt_len=48, steps=10, optimizer="adam")
+NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+FULL = dict(remat="full", attention="chunked", attn_block=16, loss_chunk=32, layer_rows=1)
+
+
+def compiled(cfg, run=RUN):
+    return train.compile_train_step(cfg, run, train.Layout(1))
+
+
+def test_the_plan_is_printed_as_json_and_makes_no_state_and_no_folder(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "candidates", lambda cfg, run, rows: [(cfg, run)] * 2)
+    before = len(jax.live_arrays())
+    outcome = call(train.main, "--plan", "--json", data=text, **TINY)
+    assert outcome.code is None and len(jax.live_arrays()) == before
+    lines = outcome.entries()
+    assert [line["asked"] for line in lines] == [True, False]
+    for line in lines:
+        assert {"remat", "attention", "batch_chunk", "dtype"} <= line["setting"].keys()
+        parts = ("parameters", "gradients", "optimizer", "memories", "workspace")
+        assert sum(line[f"{part}_mib"] for part in parts) == pytest.approx(line["total_mib"], abs=0.3)
+        assert line["evaluation_mib"] > line["parameters_mib"] + line["optimizer_mib"] and line["recompute"] >= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_candidates_start_with_the_flags_go_on_to_thrifty_ones_and_are_at_most_12():
+    for rows in (1, 4, 7, 22):
+        found = plan.candidates(SMALL, RUN, rows)
+        assert found[0] == (SMALL, RUN) and len(found) == len(set(found)) <= 12
+        assert all(rows % run.batch_chunk == 0 for _, run in found)
+        assert any(cfg.dtype == "bfloat16" for cfg, _ in found)
+    assert any(run.batch_chunk == 22 for _, run in found)
+
+
+def test_recomputed_arithmetic_grows_from_none_over_dots_to_full():
+    of = lambda **changes: plan.recompute(dataclasses.replace(SMALL, **changes), RUN)
+    assert of(remat="none", attention="dense") == 1 < of(remat="dots", attention="dense")
+    assert of(remat="dots", attention="dense") < of(remat="full", attention="dense") < 4 / 3 + 1e-9
+    assert of(remat="full", attention="dense") < of(remat="full", attention="chunked", attn_block=16) < 5 / 3
+
+
+def plan_entry(cfg, compiled, compiled_eval):
+    measure = lambda cfg, run: train.memory_plan(cfg, run, train.Layout(1), compiled, compiled_eval)
+    return plan.plan_entry(cfg, RUN, measure)
+
+
+def test_the_table_marks_its_first_setting_and_says_unknown_where_nothing_is_known():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    line = plan_entry(SMALL, Silent(), Silent())
+    assert line["total_mib"] is line["workspace_mib"] is line["evaluation_mib"] is None and line["parameters_mib"] > 0
+    shown = plan.table([line, line]).splitlines()
+    assert shown[1].startswith("* remat") and shown[2].startswith("  remat") and shown[1].count("unknown") == 3
+    assert shown[3] == "* what the flags ask for"
+
+
+def test_a_budget_takes_the_first_setting_that_fits_or_names_the_least_need(text, tmp_path, monkeypatch):
+    thrifty = lambda cfg, run, rows: [(cfg, run), (dataclasses.replace(cfg, **FULL), run)]
+    monkeypatch.setattr(plan, "candidates", thrifty)
+    needs = {"none": 9, "full": 5, "evaluation": 1}
+    measure = lambda cfg, run: {**KINDS, "total_mib": needs[cfg.remat], "evaluation_mib": needs["evaluation"]}
+    monkeypatch.setattr(train, "measure_memory", lambda layout: measure)
+    flags = TINY | {"steps": 1, "json": True}
+    outcome = call(train.main, data=text, out=tmp_path / "run", memory_budget="6MiB", **flags)
+    assert outcome.code is None and "* remat=full" in outcome.err and "* what is taken\n" in outcome.err
+    head = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert head["config"]["remat"] == "full" and head["plan"]["total_mib"] > 0 and "the step's plan" in outcome.err
+    outcome = call(train.main, data=text, out=tmp_path / "none", memory_budget="4MiB", **flags)
+    assert "5 MiB is the least" in outcome.code and "--remat full" in outcome.code and "\n" not in outcome.code
+    assert "--eval_batch" not in outcome.code and not (tmp_path / "none").exists()
+    run = dataclasses.replace(RUN, memory_budget="4MiB")
+    for needs["evaluation"], shown in ((5.04, "5.04 MiB"), (1234.2, "1,235 MiB")):
+        with pytest.raises(ValueError, match=f": {shown} is the least, .*; lower --eval_batch, --batch"):
+            plan.fit_budget(SMALL, run, 4, measure)
+
+
+def test_a_budget_is_an_amount_or_a_share_of_the_device():
+    assert plan.budget_bytes("6GiB") == 6 * 2**30 and plan.budget_bytes("1.5MB") == 1.5e6
+    assert plan.budget_bytes("50%") == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2)
+    for bad in ("6", "GiB", "-1GiB", "0%", "101%", "nan%", "6GiB 2"):
+        with pytest.raises(ValueError, match="memory_budget"):
+            plan.budget_bytes(bad)
+
+
+def test_allocator_flags_set_what_jax_reads_and_remove_the_older_name(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+    for name in NAMES:
+        monkeypatch.setenv(name, "before")
+    train.set_allocator({})
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.3" and os.environ["XLA_CLIENT_MEM_FRACTION"] == "before"
+    train.set_allocator({"mem_fraction": 0.5, "preallocate": False})
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    train.set_allocator({"preallocate": True})
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    shown = call(train.main, "--help").out
+    assert {*re.findall(r"\bXLA_\w+", shown)} == {*NAMES, "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+
+
+def test_allocator_flags_are_set_before_any_backend_starts(text):
+    code = """
+import os, sys, train
+try:
+    train.main(sys.argv[1:])
+except SystemExit:  # no such platform: whatever first asks for a device ends it
+    print(*map(os.environ.get, %a))
+"""
+    command = [sys.executable, "-c", code % (NAMES,), *argv(data=text, mem_fraction=0.4, preallocate=False, **TINY)]
+    env = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONPATH": os.path.dirname(train.__file__)}
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert found.stdout == "0.4 false\n", found
+
+
+def test_running_out_of_memory_ends_with_the_plan_the_largest_arrays_and_the_flags_to_turn(text, tmp_path, monkeypatch):
+    compile_train_step = train.compile_train_step
+
+    def full(*_):
+        monkeypatch.setattr(train, "compile_train_step", compile_train_step)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
+
+    monkeypatch.setattr(train, "compile_train_step", full)
+    monkeypatch.setattr(plan, "candidates", lambda cfg, run, rows: [(cfg, run)])
+    outcome = call(train.main, data=text, out=tmp_path / "run", **TINY)
+    assert outcome.code.startswith("train.py: out of memory") and "\n" not in outcome.code
+    hints = "full, --attention chunked, --loss_chunk 1024, --layer_rows 1, --dtype bfloat16, .*--batch, "
+    hints += ".*--mem_len or model .*--d_model.*--eval_b"
+    assert re.search(hints, outcome.code)
+    assert "allocate 9 bytes" in outcome.err and "largest arrays" in outcome.err and "MiB on each device" in outcome.out
+
+
+def test_the_thrifty_step_keeps_one_layer_input_per_layer_and_grows_linearly_with_segment_and_memory():
+    def temporaries(n, n_layer):
+        cfg = dataclasses.replace(SMALL, n_layer=n_layer, mem_len=n, dropout=0.0, **FULL)
+        return compiled(cfg, dataclasses.replace(RUN, tgt_len=n)).memory_analysis().temp_size_in_bytes
+
+    small = temporaries(256, 2)
+    layer_input = 4 * RUN.batch * 256 * SMALL.d_model
+    gradients = 4 * sum(math.prod(a.shape[1:]) for a in txl.param_shapes(SMALL)["layers"].values())
+    assert gradients + layer_input <= (temporaries(256, 12) - small) / 10 < gradients + 1.1 * layer_input
+    assert temporaries(512, 2) < 2.2 * small  # four times, if anything were as large as the scores
+
+
+def test_evaluation_has_one_copy_of_the_parameters():
+    cfg = dataclasses.replace(SMALL, n_token=20_011, d_inner=16_384)  # a quarter is the table's
+    params, *rest = train.eval_shapes(cfg, dataclasses.replace(RUN, eval_batch=1, tgt_len=8), 1)
+    apart = jax.eval_shape(lambda params: txl.unstack(params, cfg), params)  # as an evaluation alone has them
+    total, size = train.xla_total(train.make_eval_step(cfg).lower(apart, *rest).compile()), train.nbytes(params)
+    assert size < total < 1.15 * size  # 1.06, of which logits 0.06
+
+
+def test_state_that_a_step_does_not_update_in_place_is_named(monkeypatch, capsys):
+    axes = (train.Layout(1).axes, 0, 0, None)
+    forgets = lambda state, *_: (state._replace(params={**state.params, "u": state.params["u"][:1]}), 0)
+    step = jax.pmap(forgets, "device", in_axes=axes, out_axes=(axes[0], None), donate_argnums=0)
+    monkeypatch.setattr(train, "make_train_step", lambda *_: step)
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        compiled(SMALL)
+    assert re.search(r"0.00 MiB of state are not updated in place.*: \S+/[uv]$", capsys.readouterr().err)
+
+
+def test_an_optimizer_whose_moments_are_not_like_the_parameters_trains_and_is_not_sharded(monkeypatch):
+    monkeypatch.setattr(train, "make_optimizer", lambda run, layout: optax.adafactor(1e-2))
+    assert compiled(SMALL).memory_analysis() is not None
+    with pytest.raises(ValueError, match="this optimizer keeps .* give --shard none"):
+        train.make_layout(SMALL, dataclasses.replace(RUN, shard="opt"), 2)
+
+
+def test_what_was_asked_for_stays_if_it_fits_the_budget():
+    measure = lambda cfg, run: {**KINDS, "total_mib": 5.0, "evaluation_mib": 5.0}
+    asked = dataclasses.replace(SMALL, remat="full")
+    cfg, run, words = plan.fit_budget(asked, dataclasses.replace(RUN, memory_budget="6MiB"), 4, measure)
+    assert cfg == asked and "remat=full" in words
+
+
+def test_the_plan_keeps_pallas_where_it_is_asked_for_and_knows_what_it_recomputes():
+    cfg, run = txl.Config(attention="pallas"), train.TrainConfig()
+    found = {setting.attention for setting, _ in plan.candidates(cfg, run, 4)}
+    assert found == {"pallas"}
+    assert "pallas" not in {setting.attention for setting, _ in plan.candidates(txl.Config(), run, 4)}
+    assert plan.recompute(cfg, run) > plan.recompute(dataclasses.replace(cfg, attention="dense"), run) == 1

@@ -1,0 +1,65 @@
+"""Pictures of runs: what is read from a log, what is drawn where matplotlib is there, and that no run ends by it."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from conftest import make_params
+from runs import BYTE, TEXT, TINY, call, save_model
+
+import train
+import txl
+from tools import plot
+
+DRAWS = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text):
+    """(folder, Outcome) of a short run."""
+    folder = tmp_path_factory.mktemp("plot") / "run"
+    return folder, call(train.main, data=text, out=folder, **TINY | dict(steps=4, eval_every=2, json=True))
+
+
+def test_a_run_leaves_its_curves_as_a_picture_where_matplotlib_is_installed(run):
+    folder, outcome = run
+    assert outcome.code is None and (folder / "loss.png").exists() == DRAWS
+    assert (f"drawn in {folder / 'loss.png'}" if DRAWS else "no picture: pip install matplotlib") in outcome.err
+    steps, evals = plot.read_history(folder)
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4] and {e["split"] for e in evals} == {"valid", "test"}
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(run, monkeypatch):
+    def broken(*args):
+        raise OSError("no\nbackend")
+
+    monkeypatch.setattr(plot, "new_figure", broken)
+    assert train.draw("plot_runs", [run[0]], run[0] / "loss.png") == "no picture: no backend"
+
+
+def test_memory_lengths_are_drawn_and_shown_as_bars(tmp_path):
+    entries = [{"mem_len": n, "bpb": bpb, "split": "valid"} for n, bpb in ((0, 2.0), (9, 1.5), (30, 1.25))]
+    lines = plot.mem_len_bars(entries).splitlines()
+    plot.plot_mem_lens(entries, tmp_path / "x.png")
+    assert [line.split()[:2] for line in lines[1:4]] == [["0", "2.0000"], ["9", "1.5000"], ["30", "1.2500"]]
+    bars = [line.count("#") for line in lines[1:4]]
+    assert bars == [50, 38, 31] and (tmp_path / "x.png").exists() == DRAWS
+
+
+def test_what_is_no_whole_line_of_the_log_is_passed_over(tmp_path):
+    good = {"step": 3, "bpb": 1.5, "lr": 0.1, "tok_per_s": None}
+    junk = b"\xff[\n" + b"[" * 9000 + b'\n{"step": [], "bpb": 1}\n7\n{"step": 4, "bp\n'
+    (tmp_path / "log.jsonl").write_bytes(junk + json.dumps(good).encode() + b"\n")
+    assert plot.read_history(tmp_path) == ([good], [])
+
+
+def test_the_looks_of_broken_weights_are_an_error_and_no_nan_is_printed(tmp_path, capsys):
+    cfg = txl.Config(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
+    params = make_params(cfg)
+    params["layers"]["w_q"][0, 1, 1, 2] = np.nan
+    save_model(tmp_path / "run", cfg, params, BYTE)
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    with pytest.raises(ValueError, match="attention is not finite: the weights are broken"):
+        plot.looks(tmp_path / "run", tmp_path / "text.txt", tmp_path / "looks.png")
+    assert not capsys.readouterr().out

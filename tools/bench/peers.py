@@ -1,0 +1,401 @@
+"""Ours beside what people would otherwise train with, both alive and measured in alternating blocks. Linux only.
+
+    python -m tools.bench.peers small --torch_python ENV/bin/python                             # speed, 4 minutes
+    python -m tools.bench.peers long --torch_python ENV/bin/python --ours '{"remat": "full"}'   # memory, 6 minutes
+    python -m tools.bench.peers clock --torch_python ENV/bin/python      # step times of the GPT clock and of ours
+    python -m tools.bench.peers quality --torch_python ENV/bin/python --data FILE    # the clock's losses, 3 minutes
+
+ENV is a virtual environment of its own: pip install torch==2.13.0 transformers==4.30.2 "numpy<2"
+--draw: results/quality.png.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tools.bench import harness
+from tools.bench.harness import package_versions, settle_level, status_mib
+
+INSTALL = 'pip install torch==2.13.0 transformers==4.30.2 "numpy<2" into an environment of its own: --torch_python'
+PARTNERS = {"small": ("hf", "matmul"), "long": ("hf", "matmul"), "clock": ("clock",)}
+BLOCK_STEPS = {"small": 3, "long": 3, "clock": 50, "quality": 250}
+PRODUCTS = 100  # matrix products in one block of the matmul worker
+
+WIDE = dict(n_token=256, d_model=256, n_head=8, d_head=32, d_inner=1024)
+SHAPES = {  # fields of txl.Config; those of train.TrainConfig under "run"
+    "small": WIDE | dict(n_layer=6, mem_len=128, run=dict(tgt_len=128, batch=16)),
+    "long": WIDE | dict(n_layer=4, mem_len=1024, run=dict(tgt_len=256, batch=4)),
+    "clock": dict(
+        n_token=65, n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=512, mem_len=64, run=dict(tgt_len=64, batch=12)
+    ),
+}
+TINY = dict(n_token=31, n_layer=1, d_model=16, n_head=2, d_head=8, d_inner=16, mem_len=8, run=dict(tgt_len=8, batch=2))
+ADAM = dict(optimizer="adam", lr=2.5e-4, schedule="constant", warmup=0, beta2=0.999, clip=0.25, mem_reset=0)  # as hf
+GPT = dict(n_token=65, n_layer=4, n_head=4, d_model=128, context=64, batch=12, steps=2000, warmup=100, lr=1e-3,
+           min_lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1, clip=1.0)  # nanoGPT's laptop setting # fmt: skip
+
+
+def merge(shape, options):
+    """A shape with other options; those under "run" are merged, too."""
+    return {**shape, **options, "run": {**shape.get("run", {}), **options.get("run", {})}}
+
+
+def import_torch():
+    """torch and transformers."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        sys.exit(f"{sys.executable}: {error}; {INSTALL}")
+    torch.set_num_threads(os.cpu_count())
+    torch.manual_seed(0)
+    return torch, transformers
+
+
+def hf_model(shape):
+    """Hugging Face's TransfoXLLMHeadModel of these sizes, nothing that ours has not."""
+    _, hf = import_torch()
+    sizes = {name: shape[name] for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "mem_len")}
+    plain = dict(div_val=1, cutoffs=[], clamp_len=-1, same_length=False, untie_r=False, dropout=0.0, dropatt=0.0)
+    return hf.TransfoXLLMHeadModel(hf.TransfoXLConfig(shape["n_token"], d_embed=shape["d_model"], **sizes, **plain))
+
+
+# Workers, see harness.serve
+
+
+def hf_worker(shape):
+    """Hugging Face's port training: the same sizes and objective, memory carried, Adam, clipping."""
+    torch, _ = import_torch()
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("torch", "transformers")}
+
+    def build(shape):
+        model = hf_model(shape).train()
+        return model, torch.optim.Adam(model.parameters(), lr=2.5e-4)
+
+    def step(model, optimizer, batch, mems):
+        ids, targets = (torch.from_numpy(x).long() for x in batch)
+        optimizer.zero_grad()
+        # Without labels: given labels, the port drops the last target of each segment.
+        out = model(ids, mems=mems)
+        loss = torch.nn.functional.nll_loss(out.prediction_scores.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        return loss.item(), out.mems
+
+    # In place of a first compile, one step of a tiny model starts the libraries' threads and loads their code.
+    step(*build(TINY), next(harness.random_batches(TINY["n_token"], 2, 8)), None)
+    _, count = yield {**ready, **settle_level()}
+    model, optimizer = build(shape)
+    batches = harness.random_batches(shape["n_token"], shape["run"]["batch"], shape["run"]["tgt_len"])
+    mems = None
+    n_params = sum(p.numel() for p in model.parameters())
+    while True:
+        for _ in range(count):
+            loss, mems = step(model, optimizer, next(batches), mems)
+        _, count = yield {"loss_nats": loss, "n_params": n_params}
+
+
+def hf_reader_worker(shape):
+    """Hugging Face's port generating: one row, its memory full, a token a step drawn from what it predicts."""
+    torch, _ = import_torch()
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("torch", "transformers")}
+    model = hf_model(shape).eval()
+    with torch.no_grad():
+        mems = model(torch.randint(shape["n_token"], (1, shape["mem_len"]))).mems
+        last = torch.zeros(1, 1, dtype=torch.long)
+        _, count = yield {**ready, **settle_level()}
+        while True:
+            for _ in range(count):
+                out = model(last, mems=mems)
+                last, mems = torch.multinomial(out.prediction_scores[:, -1].exp(), 1), out.mems
+            _, count = yield {"remembered": len(mems[0])}
+
+
+def ours_worker(shape):
+    """The training step of train.py, compiled from shapes before any state exists."""
+    import jax
+
+    import train
+    import txl
+
+    jax.devices()  # starts the backend, which is part of importing it
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("jax", "optax")}
+    cfg = txl.Config(**{name: value for name, value in shape.items() if name != "run"})
+    run = train.TrainConfig(**shape["run"])
+    start = time.perf_counter()
+    compiled = harness.compile_step(cfg, run)
+    ready |= {"compile_s": time.perf_counter() - start, "xla_mib": harness.total_mib(compiled)}
+    steps, n_params = harness.make_stepper(compiled, cfg, run), txl.count_params(cfg)
+    _, count = yield {**ready, **settle_level(harness.state_mib(cfg, run))}  # making the state had to be compiled, too
+    while True:
+        _, count = yield {**steps(count), "n_params": n_params}
+
+
+def matmul_worker(shape):
+    """The yardstick of arithmetic: float32 products [2048, 256] x [256, 1024], one after the other."""
+    import jax
+
+    rng = np.random.default_rng(0)
+    x, w = (jax.device_put(rng.standard_normal(s, np.float32)) for s in ((2048, 256), (256, 1024)))
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("jax")}
+    product = jax.jit(lambda x, w: x @ w).lower(x, w).compile()
+    _, count = yield {**ready, **settle_level()}
+    while True:
+        for _ in range(count):
+            product(x, w).block_until_ready()
+        _, count = yield {}
+
+
+def clock_worker(shape, data=None):
+    """The clock of time to quality, a plain GPT in nanoGPT's laptop setting; the one worker that knows `evaluate`."""
+    torch, _ = import_torch()
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("torch")}
+    train, valid, n_token = gpt_data(data)
+    train, valid = torch.from_numpy(train), torch.from_numpy(valid)
+    gpt = {**GPT, "n_token": n_token}
+    params = gpt_params(torch, gpt)
+    groups = [
+        {"params": [p for p in params.values() if p.dim() == 2], "weight_decay": gpt["weight_decay"]},
+        {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=gpt["lr"], betas=gpt["betas"])
+    done = 0
+    window = torch.arange(gpt["context"] + 1)
+    command, count = yield {**ready, **settle_level()}
+    while True:
+        if command == "evaluate":
+            reply = {"step": done, "valid_nats": gpt_valid_nats(torch, params, valid, gpt), "targets": len(valid) - 1}
+        else:
+            for _ in range(count):
+                done += 1
+                rows = train[torch.randint(len(train) - gpt["context"], (gpt["batch"], 1)) + window]
+                for group in optimizer.param_groups:
+                    group["lr"] = gpt_lr(done, gpt)
+                optimizer.zero_grad()
+                loss = gpt_nats(torch, params, rows[:, :-1], rows[:, 1:], gpt).mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(params.values(), gpt["clip"])
+                optimizer.step()
+            reply = {"loss_nats": loss.item(), "n_params": sum(p.numel() for p in params.values())}
+        command, count = yield reply
+
+
+def gpt_data(path):
+    """Characters of a text file as ids, split 90/10, and how many kinds there are; without a file, random ids."""
+    if path is None:
+        n_token = GPT["n_token"]
+        ids = np.random.default_rng(0).integers(n_token, size=100_000)
+    else:
+        text = np.frombuffer(Path(path).read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
+        kinds, ids = np.unique(text, return_inverse=True)
+        n_token = len(kinds)
+    cut = int(0.9 * len(ids))
+    return ids[:cut].astype(np.int64), ids[cut:].astype(np.int64), n_token
+
+
+def gpt_params(torch, gpt):
+    """Weights N(0, 0.02), those that write to the residual stream smaller by sqrt(2 n_layer); norms 1; no biases."""
+    d, small = gpt["d_model"], 0.02 / math.sqrt(2 * gpt["n_layer"])
+    table = {"embed": (gpt["n_token"], d, 0.02), "position": (gpt["context"], d, 0.02)}
+    for i in range(gpt["n_layer"]):
+        table |= {f"qkv{i}": (3 * d, d, 0.02), f"out{i}": (d, d, small)}
+        table |= {f"up{i}": (4 * d, d, 0.02), f"down{i}": (d, 4 * d, small)}
+    norms = ["norm", *(f"norm_{part}{i}" for i in range(gpt["n_layer"]) for part in ("attn", "ff"))]
+    params = {name: torch.randn(rows, columns) * std for name, (rows, columns, std) in table.items()}
+    params |= {name: torch.ones(d) for name in norms}
+    return {name: p.requires_grad_() for name, p in params.items()}
+
+
+def gpt_nats(torch, params, ids, targets, gpt):
+    """Nats of each target, flat [B * T]: pre-norm, causal attention, GELU of width 4x, head tied to the embedding."""
+    f, (rows, length) = torch.nn.functional, ids.shape
+    d, heads = gpt["d_model"], gpt["n_head"]
+    x = params["embed"][ids] + params["position"][:length]  # [B, T, D]
+    for i in range(gpt["n_layer"]):
+        y = f.linear(f.layer_norm(x, (d,), params[f"norm_attn{i}"]), params[f"qkv{i}"])
+        q, k, v = (z.view(rows, length, heads, d // heads).transpose(1, 2) for z in y.split(d, dim=2))
+        y = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + f.linear(y.transpose(1, 2).reshape(rows, length, d), params[f"out{i}"])
+        y = f.linear(f.layer_norm(x, (d,), params[f"norm_ff{i}"]), params[f"up{i}"])
+        x = x + f.linear(f.gelu(y), params[f"down{i}"])
+    logits = f.linear(f.layer_norm(x, (d,), params["norm"]), params["embed"])
+    return f.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def gpt_lr(step, gpt):
+    """The learning rate of step 1, 2, ...: linear warm-up, cosine to min_lr at the last step."""
+    if step <= gpt["warmup"]:
+        return gpt["lr"] * step / gpt["warmup"]
+    part = min(1.0, (step - gpt["warmup"]) / (gpt["steps"] - gpt["warmup"]))
+    return gpt["min_lr"] + 0.5 * (1 + math.cos(math.pi * part)) * (gpt["lr"] - gpt["min_lr"])
+
+
+def gpt_valid_nats(torch, params, valid, gpt):
+    """Mean nats over the whole valid part, every target once, in windows of the context that do not overlap."""
+    context, rows = gpt["context"], 128
+    total = 0.0
+    with torch.no_grad():
+        span = context * rows
+        for start in range(0, len(valid) - 1, span):
+            block = valid[start : start + span + 1]
+            whole = (len(block) - 1) // context * context
+            for a, b in ((0, whole), (whole, len(block) - 1)):  # full windows, and the one cut short at the end
+                if a < b:
+                    width = min(context, b - a)
+                    ids, targets = block[a:b].view(-1, width), block[a + 1 : b + 1].view(-1, width)
+                    total += gpt_nats(torch, params, ids, targets, gpt).double().sum().item()
+    return total / (len(valid) - 1)
+
+
+# What the parent prints
+
+
+def memory_mib(ready, first, last):
+    found = {"after_imports": ready["after_imports_mib"], "after_first_compile": ready["level_mib"]}
+    found |= {"after_first_step": first["rss_mib"], "peak": last["peak_mib"], "growth": last["growth_mib"]}
+    if "xla_mib" in ready:
+        found["xla"] = ready["xla_mib"]
+    return found
+
+
+def model_gflop(shape):
+    """Arithmetic of one training step, once: the forward's matrix products, and twice as much for the backward."""
+    b, t, d, v = shape["run"]["batch"], shape["run"]["tgt_len"], shape["d_model"], shape["n_token"]
+    s, hk = t + shape["mem_len"], shape["n_head"] * shape["d_head"]
+    layer = (2 * b * t + 2 * b * s + s) * d * hk  # queries and output; keys and values; positions
+    layer += 3 * b * t * s * hk + 2 * b * t * d * shape["d_inner"]  # content, position and value terms; feed-forward
+    return 3 * 2 * (shape["n_layer"] * layer + b * t * d * v) / 1e9
+
+
+def against_hf(name, shape, seconds, memory):
+    """Speed of ours against the port and the matmul rate, growth of memory against the port's."""
+    tokens, gflop = shape["run"]["batch"] * shape["run"]["tgt_len"], model_gflop(shape)
+    product_gflop = 2 * 2048 * 256 * 1024 / 1e9
+    low, ratio, high = harness.speedup(seconds, name, "hf")
+    shares = [gflop / s / (product_gflop / m) for s, m in zip(seconds[name], seconds["matmul"], strict=True)]
+    return {
+        "ours_tok_per_s": tokens / statistics.median(seconds[name]),
+        "hf_tok_per_s": tokens / statistics.median(seconds["hf"]),
+        "ratio": ratio,
+        "ratio_range": [low, high],
+        "matmul_gflops": product_gflop / statistics.median(seconds["matmul"]),
+        "model_gflop_per_step": gflop,
+        "share_of_matmul_rate": statistics.median(shares),
+        "hf_share_of_matmul_rate": statistics.median(shares) / ratio,
+        "growth_ratio": memory[name]["growth"] / memory["hf"]["growth"],
+    }
+
+
+def against_clock(name, shape, seconds, memory):
+    """Step times of ours and of the clock, and the steps of ours that its 2,000 have time for."""
+    _, ratio, _ = harness.speedup(seconds, name, "clock")
+    tokens = shape["run"]["batch"] * shape["run"]["tgt_len"]
+    return {
+        "ours_step_ms": 1e3 * statistics.median(seconds[name]),
+        "clock_step_ms": 1e3 * statistics.median(seconds["clock"]),
+        "clock_full_s": GPT["steps"] * statistics.median(seconds["clock"]),
+        "ours_steps_in_clock_full": GPT["steps"] * ratio,
+        "ours_tokens_per_clock_token": ratio * tokens / (GPT["batch"] * GPT["context"]),
+    }
+
+
+def compare(setting, args):
+    """Yields one line for each set of options of ours: it and the setting's partners, in turn."""
+    base = merge(TINY if args.tiny else SHAPES[setting], {"run": ADAM})
+    options = [json.loads(text) for text in args.ours or ["{}"]]
+    shapes = {f"ours{i}": merge({"dropout": 0.0, **base}, option) for i, option in enumerate(options)}
+    steps = args.steps or (1 if args.tiny else BLOCK_STEPS[setting])
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for name in PARTNERS[setting]:
+            python = sys.executable if name == "matmul" else args.torch_python
+            workers[name] = harness.start_worker(stack, name, base, python, args.data)
+        for name, shape in shapes.items():
+            workers[name] = harness.start_worker(stack, "ours", shape)
+        first = {name: harness.ask(worker, "steps 1") for name, worker in workers.items()}
+        runs = {name: harness.steps_of(w, PRODUCTS if name == "matmul" else steps) for name, w in workers.items()}
+        seconds, last, others = harness.alternate(runs, args.blocks, workers.values())
+    memory = {name: memory_mib(ready, first[name], last[name]) for name, (_, ready) in workers.items()}
+    partner = PARTNERS[setting][0]
+    for (name, shape), option in zip(shapes.items(), options, strict=True):
+        line = {"setting": setting, "ours": option}
+        line |= (against_clock if partner == "clock" else against_hf)(name, shape, seconds, memory)
+        for side, worker in (("ours", name), (partner, partner)):
+            line[f"{side}_mem_mib"] = memory[worker]
+            line[f"{side}_loss_nats"] = [first[worker]["loss_nats"], last[worker]["loss_nats"]]
+            line[f"{side}_params"] = last[worker]["n_params"]
+        line |= {"ours_compile_s": workers[name][1]["compile_s"], "blocks": args.blocks}
+        versions = " ".join(workers[worker][1]["versions"] for worker in (name, partner))
+        yield {**line, "cores_busy_with_others": others, "versions": versions}
+
+
+def clock_quality(args):
+    """Trains the clock for its 2,000 steps; yields the valid loss after every block."""
+    if args.data is None:
+        sys.exit("tools.bench.peers: quality trains on a text: give it --data FILE")
+    steps = args.steps or BLOCK_STEPS["quality"]
+    seconds = 0.0
+    with contextlib.ExitStack() as stack:
+        worker = harness.start_worker(stack, "clock", {}, args.torch_python, args.data)
+        for _ in range(1 if args.tiny else math.ceil(GPT["steps"] / steps)):
+            trained = harness.ask(worker, f"steps {steps}")
+            seconds += trained["seconds"]
+            found = harness.ask(worker, "evaluate")
+            line = {"setting": "quality", "step": found["step"], "valid_nats": found["valid_nats"]}
+            line |= {"targets": found["targets"], "train_s": seconds, "step_ms": 1e3 * trained["seconds"] / steps}
+            yield {**line, "params": trained["n_params"], "versions": worker[1]["versions"]}
+
+
+def draw_quality():
+    """Valid loss over seconds of training, ours beside the clock's."""
+    (clock,), trained = harness.read_results("peers_clock"), harness.read_results("peers_quality")
+    ours = harness.read_results("quality", split="valid")
+    figure = harness.new_figure(6, 3.6)
+    axes = figure.add_subplot(xlabel="seconds of training, 2 CPU cores", ylabel="valid loss, nats per character")
+    seconds, nats = [e["step"] * clock["clock_step_ms"] / 1e3 for e in trained], [e["valid_nats"] for e in trained]
+    axes.plot(seconds, nats, "o--", color="0.5", label="nanoGPT's laptop setting, PyTorch")
+    axes.plot([e["step"] * clock["ours_step_ms"] / 1e3 for e in ours], [e["loss_nats"] for e in ours], label="txl")
+    axes.set_ylim(1.55, 2.6)
+    axes.legend()
+    harness.save_picture(figure, "quality.png")
+
+
+WORKERS = {"hf": hf_worker, "hf_reader": hf_reader_worker, "ours": ours_worker, "matmul": matmul_worker}
+
+
+def main(argv=None):
+    parser = harness.make_parser("peers", __doc__, [*PARTNERS, "quality"])
+    parser.add_argument(
+        "--ours",
+        action="append",
+        metavar="JSON",
+        help='fields of txl.Config, those of a run under "run"; may be given again',
+    )
+    parser.add_argument("--blocks", type=int, default=5, help="turns of each worker")
+    parser.add_argument("--steps", type=int, help="steps in a block: 3, for clock 50, for quality 250")
+    parser.add_argument("--torch_python", default=sys.executable, help=INSTALL.replace("%", "%%"))
+    parser.add_argument("--data", help="text file for the clock; without it, random ids")
+    parser.add_argument("--draw", action="store_true", help="draw the committed results")
+    parser.add_argument("--worker", help="start as a worker, for the scripts here: --shape JSON")
+    parser.add_argument("--shape", type=json.loads)
+    args = parser.parse_args(argv)
+    if args.worker:
+        clock = args.worker == "clock"
+        return harness.serve(clock_worker(args.shape, args.data) if clock else WORKERS[args.worker](args.shape))
+    if args.draw:
+        draw_quality()
+    for setting in args.parts:
+        for line in clock_quality(args) if setting == "quality" else compare(setting, args):
+            harness.emit(line)
+
+
+if __name__ == "__main__":
+    main()
