@@ -12,14 +12,19 @@ letters, those with block g + 1 in capitals:
     a = 2         b c d A             A b c d         Gradients of scores, rolled to the left, belong to block g
     a = 3         a b c d             a b c d         where a + c >= N - 1 and to block g + 1 elsewhere.
 
-The roll goes through a scratch slice of the program's own on a GPU (in global memory, but it stays in cache), and is
-one instruction on a TPU. Letters as in txl.py, but N is a tile's size, i and j are tiles of queries and of keys, and n
-and m count them: tiles of queries, tiles of keys before those of query 0.
+The roll goes through a scratch slice of the program's own on a GPU (in global memory, but it stays in cache): a fixed
+number of programs walks over all tiles, so that scratch grows with nothing. It is one instruction on a TPU. Letters as
+in txl.py, but N is a tile's size, i and j are tiles of queries and of keys, and n and m count them: tiles of queries,
+tiles of keys before those of query 0.
+
+Who changes attention in txl.py changes `_scores` and `_rebuilt` here too, or deletes this file: --attention pallas
+computes what stands here. tests/test_kernels.py compares both, through the model as well.
 """
 
+import math
 import warnings
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +36,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 MASK_VALUE = -1e30  # the score of a key that is not visible, as in txl.py: this file imports nothing but jax
+# Programs on a GPU: two for each of an H200's 132 multiprocessors, but one. It is prime, so that no number of tiles
+# deals a program tiles of one kind only, say those that see the most keys.
+PROGRAMS = 263
 
 
 class Tiles(NamedTuple):
@@ -48,8 +56,18 @@ def _dot(a, b, axes=(1, 0)):
     return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), precision, jnp.float32)
 
 
-def _at(ref, tile, N):
-    return ref[pl.ds(pl.multiple_of(tile * N, N), N), :]
+class Part(NamedTuple):
+    """What a program sees of an array: tiles of N rows."""
+
+    ref: Any
+    first: Any  # where tile 0 lies, in tiles; None: the ref is the program's own tile alone
+
+    def at(self, tile, N):
+        return ... if self.first is None else (pl.ds(pl.multiple_of((self.first + tile) * N, N), N), slice(None))
+
+
+def _load(part, tile, N):
+    return part.ref[part.at(tile, N)]
 
 
 def _roll(x, slot, scratch, tiles, left=False):
@@ -87,29 +105,34 @@ def _scores(q_u, k, low, high, kv_start, i, j, slot, scratch, tiles):
     return jnp.where((kv_start <= key) & (key <= last), _dot(q_u, k, (1, 1)) + position, MASK_VALUE)
 
 
-def _forward(q_u, q_v, kv_start, k, v, r, out, lse, *scratch, tiles):
-    """Program i, a tile of queries: its output and log-sum-exps."""
-    i, N = pl.program_id(0), tiles.N
-    q_u, q_v, kv_start = q_u[...], q_v[...], kv_start[...]
+def _zeros(K, N):
+    return jnp.zeros((N, K), jnp.float32), jnp.zeros((N, K), jnp.float32)
+
+
+def _forward(i, arrays, scratch, tiles):
+    """Output and log-sum-exps of a tile of queries."""
+    *queries, k, v, r = arrays
+    N = tiles.N
+    q_u, q_v, kv_start = (_load(a, i, N) for a in queries)
     first, own = jnp.maximum(i + tiles.m - tiles.reach, 0), i + tiles.m
 
     def body(j, carry):
         acc, top, total, low = carry
-        high = _dot(q_v, _at(r, j - i + tiles.n, N), (1, 1))  # the next tile's low
-        scores = _scores(q_u, _at(k, j, N), low, high, kv_start, i, j, j & 1, scratch, tiles)
+        high = _dot(q_v, _load(r, j - i + tiles.n, N), (1, 1))  # the next tile's low
+        scores = _scores(q_u, _load(k, j, N), low, high, kv_start, i, j, j & 1, scratch, tiles)
         new = jnp.maximum(top, scores.max(1, keepdims=True))
         weights, old = jnp.exp(scores - new), jnp.exp(top - new)
-        acc = acc * old + _dot(weights.astype(v.dtype), _at(v, j, N))
+        values = _load(v, j, N)
+        acc = acc * old + _dot(weights.astype(values.dtype), values)
         return acc, new, total * old + weights.sum(1, keepdims=True), high
 
     column = lambda value: jnp.full((N, 1), value, jnp.float32)
-    low = _dot(q_v, _at(r, first - i + tiles.n - 1, N), (1, 1))
+    low = _dot(q_v, _load(r, first - i + tiles.n - 1, N), (1, 1))
     # A first top of MASK_VALUE / 2, not MASK_VALUE, so that a hidden key weighs 0 in a row that sees none.
     start = jnp.zeros(q_u.shape, jnp.float32), column(MASK_VALUE / 2), column(0), low
     acc, top, total, _ = lax.fori_loop(first, own + 1, body, start)
     total = jnp.where(total == 0, 1, total)
-    out[...] = (acc / total).astype(out.dtype)
-    lse[...] = top + jnp.log(total)
+    return acc / total, top + jnp.log(total)
 
 
 def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
@@ -120,62 +143,59 @@ def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
     return weights, weights * (_dot(do, v, (1, 1)) - delta)
 
 
-def _dq(q_u, q_v, kv_start, do, lse, delta, k, v, r, dq_u, dq_v, *scratch, tiles):
-    """Program i, a tile of queries: gradients of its q_u and q_v."""
-    i, N, queries = pl.program_id(0), tiles.N, [ref[...] for ref in (q_u, q_v, kv_start, do, lse, delta)]
-    own, zero = i + tiles.m, jnp.zeros(q_u.shape, jnp.float32)
+def _dq(i, arrays, scratch, tiles):
+    """Gradients of q_u and q_v of a tile of queries."""
+    *queries, k, v, r = arrays
+    N, own = tiles.N, i + tiles.m
+    queries = [_load(a, i, N) for a in queries]
 
     def body(j, carry):
         sum_u, sum_v, before = carry
-        keys, g = _at(k, j, N), j - i + tiles.n - 1
-        band = _at(r, g, N), _at(r, g + 1, N)
-        _, ds = _rebuilt(i, j, queries, keys, _at(v, j, N), band, 0, scratch, tiles)
+        keys, g = _load(k, j, N), j - i + tiles.n - 1
+        band = _load(r, g, N), _load(r, g + 1, N)
+        _, ds = _rebuilt(i, j, queries, keys, _load(v, j, N), band, 0, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
         # All of block g: this tile's part, and what the tile before has left, whose g + 1 it was.
-        block = jnp.where(_in_low(N), turned, before).astype(r.dtype)
-        return sum_u + _dot(ds.astype(k.dtype), keys), sum_v + _dot(block, band[0]), turned
+        block = jnp.where(_in_low(N), turned, before).astype(keys.dtype)
+        return sum_u + _dot(ds.astype(keys.dtype), keys), sum_v + _dot(block, band[0]), turned
 
-    start = zero, zero, jnp.zeros((N, N), jnp.float32)
+    start = *_zeros(k.ref.shape[-1], N), jnp.zeros((N, N), jnp.float32)
     sum_u, sum_v, _ = lax.fori_loop(jnp.maximum(own - tiles.reach, 0), own + 1, body, start)
-    dq_u[...], dq_v[...] = sum_u.astype(dq_u.dtype), sum_v.astype(dq_v.dtype)
+    return sum_u, sum_v
 
 
-def _dkv(q_u, q_v, kv_start, do, lse, delta, k, v, r, dk, dv, *scratch, tiles):
-    """Program j, a tile of keys: their gradients and their values'."""
-    j, N, arrays = pl.program_id(0), tiles.N, (q_u, q_v, kv_start, do, lse, delta)
-    k, v, zero = k[...], v[...], jnp.zeros(k.shape, jnp.float32)
+def _dkv(j, arrays, scratch, tiles):
+    """Gradients of a tile of keys and of their values."""
+    *of_queries, k, v, r = arrays
+    N = tiles.N
+    k, v = _load(k, j, N), _load(v, j, N)
 
     def body(i, carry):
         sum_k, sum_v = carry
-        queries, g = [_at(ref, i, N) for ref in arrays], j - i + tiles.n - 1
-        weights, ds = _rebuilt(i, j, queries, k, v, (_at(r, g, N), _at(r, g + 1, N)), i & 1, scratch, tiles)
+        queries, g = [_load(a, i, N) for a in of_queries], j - i + tiles.n - 1
+        weights, ds = _rebuilt(i, j, queries, k, v, (_load(r, g, N), _load(r, g + 1, N)), i & 1, scratch, tiles)
         sum_k += _dot(ds.astype(k.dtype), queries[0], (0, 0))
         return sum_k, sum_v + _dot(weights.astype(v.dtype), queries[3], (0, 0))
 
     first, stop = jnp.maximum(j - tiles.m, 0), jnp.minimum(j - tiles.m + tiles.reach + 1, tiles.n)
-    sum_k, sum_v = lax.fori_loop(first, stop, body, (zero, zero))
-    dk[...], dv[...] = sum_k.astype(dk.dtype), sum_v.astype(dv.dtype)
+    return lax.fori_loop(first, stop, body, _zeros(k.shape[1], N))
 
 
-def _dr(q_u, q_v, kv_start, do, lse, delta, k, v, r, dr, *scratch, tiles):
-    """Program p, the tiles on a diagonal: its part of the gradients of blocks g and g + 1, one below the other."""
-    d, N, arrays = (
-        tiles.reach - pl.program_id(0),
-        tiles.N,
-        (q_u, q_v, kv_start, do, lse, delta),
-    )  # d: tiles that j lies back
+def _dr(p, arrays, scratch, tiles, sums=None):
+    """What the tiles on a diagonal give to the gradients of blocks g and g + 1 of r, added to sums."""
+    *of_queries, k, v, r = arrays
+    N, d = tiles.N, tiles.reach - p  # tiles that j lies back
     g = tiles.n + tiles.m - 1 - d
-    band, zero = (_at(r, g, N), _at(r, g + 1, N)), jnp.zeros((N, r.shape[1]), jnp.float32)
+    band = _load(r, g, N), _load(r, g + 1, N)
 
-    def body(i, carry):
-        j, queries, in_low = i + tiles.m - d, [_at(ref, i, N) for ref in arrays], _in_low(N)
-        _, ds = _rebuilt(i, j, queries, _at(k, j, N), _at(v, j, N), band, 0, scratch, tiles)
+    def body(i, sums):
+        j, queries = i + tiles.m - d, [_load(a, i, N) for a in of_queries]
+        _, ds = _rebuilt(i, j, queries, _load(k, j, N), _load(v, j, N), band, 0, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
-        parts = jnp.where(in_low, turned, 0), jnp.where(in_low, 0, turned)
-        return tuple(total + _dot(part.astype(r.dtype), queries[1], (0, 0)) for total, part in zip(carry, parts))
+        parts = jnp.where(_in_low(N), turned, 0), jnp.where(_in_low(N), 0, turned)
+        return tuple(total + _dot(part.astype(band[0].dtype), queries[1], (0, 0)) for total, part in zip(sums, parts))
 
-    low, high = lax.fori_loop(jnp.maximum(d - tiles.m, 0), tiles.n, body, (zero, zero))
-    dr[pl.ds(0, N), :], dr[pl.ds(N, N), :] = low, high
+    return lax.fori_loop(jnp.maximum(d - tiles.m, 0), tiles.n, body, sums or _zeros(r.ref.shape[-1], N))
 
 
 def _like(a):
@@ -200,29 +220,86 @@ def _lower(ctx, *ins, call):
         return mlir.lower_fun(call)(ctx, *ins)
 
 
+def _single(kernel, cut, tiles):
+    """The body of a program for one tile of one head and row. cut: which arrays it sees only its tile of."""
+
+    def program(*refs):
+        arrays = [Part(ref, None if a_cut else 0) for ref, a_cut in zip(refs, cut)]
+        for ref, value in zip(refs[len(cut) :], kernel(pl.program_id(0), arrays, (), tiles)):
+            ref[...] = value.astype(ref.dtype)
+
+    return program
+
+
+def _walking(kernel, count, ins, outs, n_programs, tiles):
+    """The body of a program that takes every n_programs-th of all tiles, heads and rows. ins, outs: arrays' shapes.
+
+    A row of outputs belongs to one row of inputs, but for _dr to every n-th, n rows of outputs in all: their sum.
+    """
+    (B, H, *_), n_rows, N = ins[0], outs[0][0], tiles.N
+
+    def program(*refs):
+        *refs, scratch = refs
+        start = pl.program_id(0)
+
+        def parts(refs, shapes, row, h):
+            first = lambda rows, heads: (row if rows > 1 else 0) * heads + (h if heads > 1 else 0)
+            return [Part(ref, first(*shape[:2]) * (shape[2] // N)) for ref, shape in zip(refs, shapes)]
+
+        def item(step, _):
+            place = start + step * n_programs
+            i, h, row = lax.rem(place, count), lax.rem(lax.div(place, count), H), lax.div(place, count * H)
+            if not tiles.interpret:
+                plgpu.debug_barrier()  # the item before may end in the slot of scratch that this one begins with
+            compute = lambda row, *sums: kernel(i, parts(refs, ins, row, h), [scratch], tiles, *sums)
+            if kernel is _dr:
+                add = lambda x, sums: compute(row + x * n_rows, sums)
+                values = lax.fori_loop(0, lax.div(B - row + n_rows - 1, n_rows), add, _zeros(outs[0][3], N))
+            else:
+                values = compute(row)
+            for out, value in zip(parts(refs[len(ins) :], outs, row, h), values):
+                out.ref[out.at(i, N)] = value.astype(out.ref.dtype)
+
+        lax.fori_loop(0, lax.div(count * H * n_rows - start + n_programs - 1, n_programs), item, None)
+
+    return program
+
+
 def _run(kernel, count, arrays, cut, out, tiles):
-    """Outputs of `count` programs for each head and row; cut: which arrays a program sees its share of, else whole."""
-    B, H = arrays[0].shape[:2]
-
-    def spec(a, cut=True):
-        index = lambda i, h, b: (b if a.shape[0] > 1 else 0, h if a.shape[1] > 1 else 0, i if cut else 0, 0)
-        return pl.BlockSpec((None, None, a.shape[2] // (count if cut else 1), a.shape[3]), index)
-
-    params = pltpu.CompilerParams(vmem_limit_bytes=2**26)
+    """Outputs of `count` tiles for each head and row; cut: which arrays a tile needs only its own part of."""
+    (B, H, *_), N = arrays[0].shape, tiles.N
     if tiles.device == "gpu":
+        n_programs = min(PROGRAMS, count * H * out[0].shape[0])
+        body = _walking(kernel, count, [a.shape for a in arrays], [a.shape for a in out], n_programs, tiles)
+        flat = lambda a: (math.prod(a.shape[:3]), a.shape[3])
+        made = [jax.ShapeDtypeStruct(flat(a), a.dtype) for a in out]
+        made += [jax.ShapeDtypeStruct((n_programs * 2 * N, 2 * N), jnp.float32)]
+        grid, in_specs = (n_programs,), [pl.BlockSpec()] * len(arrays)
+        out_specs = [pl.BlockSpec()] * len(out) + [pl.BlockSpec((2 * N, 2 * N), lambda program: (program, 0))]
         # More stages would fetch the next tile's scratch before it is written: Triton minds no barrier there.
-        params = plgpu.CompilerParams(num_warps=4 if kernel is _forward and tiles.N == 64 else 8, num_stages=1)
-        out = [*out, jax.ShapeDtypeStruct((B, H, count * 2 * tiles.N, 2 * tiles.N), jnp.float32)]
+        params = plgpu.CompilerParams(num_warps=4 if kernel is _forward and N == 64 else 8, num_stages=1)
+        arrays = [a.reshape(flat(a)) for a in arrays]
+    else:
+
+        def spec(a, cut=True):
+            index = lambda i, h, b: (b if a.shape[0] > 1 else 0, h if a.shape[1] > 1 else 0, i if cut else 0, 0)
+            return pl.BlockSpec((None, None, a.shape[2] // (count if cut else 1), a.shape[3]), index)
+
+        body, made, grid = _single(kernel, cut, tiles), out, (count, H, B)
+        in_specs, out_specs = [spec(a, a_cut) for a, a_cut in zip(arrays, cut)], [spec(a) for a in out]
+        params = pltpu.CompilerParams(vmem_limit_bytes=2**26)
+    body.__name__ = kernel.__name__  # what profiles show
     call = pl.pallas_call(
-        partial(kernel, tiles=tiles),
-        out,
-        grid=(count, H, B),
-        in_specs=[spec(a, a_cut) for a, a_cut in zip(arrays, cut)],
-        out_specs=[spec(a) for a in out],
+        body,
+        made,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
         compiler_params=params,
         interpret=tiles.interpret,
     )
-    return jax.jit(lambda *arrays: _program.bind(*arrays, call=call))(*arrays)
+    got = jax.jit(lambda *arrays: _program.bind(*arrays, call=call))(*arrays)
+    return [a.reshape(like.shape) for a, like in zip(got, out)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -233,7 +310,7 @@ def _attention(tiles, q_u, q_v, k, v, r, kv_start):
 
 def _attention_forward(tiles, q_u, q_v, k, v, r, kv_start):
     row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
-    out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)[:2]
+    out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)
     return out, (q_u, q_v, k, v, r, kv_start, out, lse)
 
 
@@ -241,15 +318,18 @@ def _attention_backward(tiles, kept, do):
     q_u, q_v, k, v, r, kv_start, out, lse = kept
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1, keepdims=True)
     arrays, n_keys, count = (q_u, q_v, kv_start, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
-    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)[:2]
-    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)[:2]
+    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)
+    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)
     (B, H, _, K), N = k.shape, tiles.N
-    halves = jax.ShapeDtypeStruct((B, H, count * 2 * N, K), jnp.float32)
-    dr = _run(_dr, count, arrays, [0] * 9, [halves], tiles)[0].reshape(B, H, count, 2, N, K).sum(0)
+    # Sums over rows where the diagonals of all heads occupy the device without them.
+    n_rows = max(min(PROGRAMS // (H * count), B), 1) if tiles.device == "gpu" else B
+    part = jax.ShapeDtypeStruct((n_rows, H, count * N, K), jnp.float32)
+    low, high = (a.sum(0) for a in _run(_dr, count, arrays, [0] * 9, [part, part], tiles))
     # A block of r has been g of one diagonal and g + 1 of the next. Diagonals end at the last block but the zeros.
-    pad = lambda a, before, after: jnp.pad(a, ((0, 0), (before, after), (0, 0), (0, 0)))
-    dr = pad(dr[:, :, 0], n_keys - count, 1) + pad(dr[:, :, 1], n_keys - count + 1, 0)
-    return dq_u, dq_v, dk, dv, dr.reshape(r.shape).astype(r.dtype), None
+    before = n_keys - count
+    pad = lambda a, before, after: jnp.pad(a, ((0, 0), (before * N, after * N), (0, 0)))
+    dr = (pad(low, before, 1) + pad(high, before + 1, 0))[None]
+    return dq_u, dq_v, dk, dv, dr.astype(r.dtype), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

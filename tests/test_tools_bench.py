@@ -7,10 +7,14 @@ from tools.bench import generation, gpu, memory
 
 
 def test_the_script_for_an_accelerator_runs_small_on_a_cpu_and_finds_all_attentions_alike():
-    *checks, step, decode = call(gpu.main, "check", "step", "decode", "--tiny", peak_tflops=2).entries()
+    parts = ("check", "memory", "step", "decode")
+    verdict, *checks, dense, chunked, fused, step, decode = call(gpu.main, *parts, "--tiny", peak_tflops=2).entries()
+    assert verdict["verdict"] == "pass" and not verdict["failed"]
+    assert min(line["temp_mib"] for line in (dense, chunked, fused)) > 0
     assert [line["attention"] for line in checks] == ["dense", "chunked", "pallas"]
     for line in checks:
-        assert line["repeats_identical"]
+        assert line["repeats_identical"] and gpu.passed(line)
+        assert not gpu.passed(line | {"k_error": 0.1}) and not gpu.passed(line | {"k_error": float("nan")})
         assert all(line[f"{of}_error"] < 1e-2 for of in ("out", "q_u", "q_v", "k", "r"))  # bfloat16
     assert 0 < step["of_peak"] <= step["model_tflops"] and step["plan_mib"] > 0
     assert step["tok_per_s"] > 0 and decode["tok_per_s"] > 0
