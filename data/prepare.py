@@ -559,7 +559,7 @@ def main(argv=None):
     if line := unknown_characters(vocab, meta["n_unk"]):
         flags.print_status(line)
     n_vocab = tok.size(vocab)
-    print(json.dumps({"out": out, "n_vocab": n_vocab, **meta}))
+    flags.print_result(json.dumps({"out": out, "n_vocab": n_vocab, **meta}))
 
 
 if __name__ == "__main__":

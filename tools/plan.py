@@ -9,11 +9,11 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import replace
 
 import jax
 
+from data import flags
 from txl import attention_block
 
 MIB = 2**20
@@ -80,9 +80,9 @@ def show(cfg, run, rows, measure):
     for c, r in candidates(cfg, run, rows):
         entries.append(plan_entry(c, r, measure))
         if run.json:
-            print(json.dumps({**entries[-1], "asked": len(entries) == 1}), flush=True)
+            flags.print_result(json.dumps({**entries[-1], "asked": len(entries) == 1}))
     if not run.json:
-        print(table(entries))
+        flags.print_result(table(entries))
 
 
 def table(entries, mark="what the flags ask for"):
@@ -101,7 +101,7 @@ def show_out_of_memory(cfg, run, rows, measure):
     """Prints the largest arrays on the devices (to standard error) and the plan."""
     arrays = sorted(jax.live_arrays(), key=lambda a: -a.nbytes)[:5]
     largest = ", ".join(f"{a.dtype}{list(a.shape)} {a.nbytes / MIB:,.0f} MiB" for a in arrays)
-    print(f"largest arrays: {largest or 'none'}", file=sys.stderr, flush=True)
+    flags.print_status(f"largest arrays: {largest or 'none'}")
     show(cfg, replace(run, json=False), rows, measure)
 
 

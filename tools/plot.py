@@ -198,7 +198,7 @@ def looks(run, data, path):
             "mem_len": cfg.mem_len,
             "step": model.run["step"],
         }
-        print(json.dumps(entry), flush=True)
+        flags.print_result(json.dumps(entry))
     return plot_looks(distance, share, path)
 
 
