@@ -8,6 +8,7 @@ import os
 import signal
 import zipfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,19 @@ def interrupt(monkeypatch, step, number):
     monkeypatch.setattr(train, "get_batch", spy)
 
 
+def spy(monkeypatch, name, seen):
+    """Calls seen(function, args) in place of every function that train.NAME makes."""
+    make = getattr(train, name)
+
+    def watched(*args):
+        made = make(*args)
+        watch = partial(lambda made, *given: seen(made, given), made)
+        watch.memory_analysis = getattr(made, "memory_analysis", None)  # partial objects take attributes
+        return watch
+
+    monkeypatch.setattr(train, name, watched)
+
+
 def stopped(step, *words, number=signal.SIGINT, **flags):
     """The Outcome of train.main that gets a signal while it prepares its step number `step`."""
     with pytest.MonkeyPatch.context() as patch:
@@ -108,6 +122,11 @@ def log(folder):
 
 def losses(folder):
     return [entry["loss_nats"] for entry in log(folder)[1]]
+
+
+def saved_run(folder, name="last.npz"):
+    """What the checkpoint of a run says of how far it came."""
+    return raw(Path(folder) / name)[0]["run"]
 
 
 def raw(path):

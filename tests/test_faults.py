@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_params
-from runs import BYTE, TINY, argv, call, interrupt, log, raw, refused, save_model, stopped
+from runs import TINY, argv, call, interrupt, log, raw, refused, saved_run, spy, stopped
 
 import sample
 import train
@@ -37,10 +36,6 @@ def fit(tmp_path, text):
     fit.folder = tmp_path / "run"
     fit.flags = dict(data=text, out=fit.folder, **BASE)
     return fit
-
-
-def saved_step(folder):
-    return raw(folder / "last.npz")[0]["run"]["step"]
 
 
 # files and folders
@@ -96,7 +91,7 @@ def test_a_stop_while_the_step_compiles_ends_the_run_after_its_first_step_with_a
     monkeypatch.setattr(train, "compile_train_step", stop)
     outcome = fit()
     assert outcome.code == 143 and f"go on with python train.py --resume {fit.folder}" in outcome.err
-    assert saved_step(fit.folder) == 1
+    assert saved_run(fit.folder)["step"] == 1
 
 
 def test_a_second_sigint_in_the_middle_of_saving_stops_at_once_and_harms_nothing(fit, monkeypatch, capfd):
@@ -127,22 +122,16 @@ def test_a_second_sigint_in_the_middle_of_saving_stops_at_once_and_harms_nothing
 
 def with_nan(monkeypatch, numbers, states):
     """Puts NaN into the memory that these steps see; states: gets a copy of what each step leaves."""
-    compile_step = train.compile_train_step
 
-    def make(*args):
-        compiled = compile_step(*args)
+    def step(compiled, args):
+        state, *rest = args
+        if rest[-1] + 1 in numbers:
+            state = state._replace(mems=txl.Mems(state.mems.h * jnp.nan, state.mems.fill * 0 + 9))
+        state, metrics = compiled(state, *rest)
+        states.append(jax.tree.map(np.asarray, (state.params, state.opt_state, state.mems)))
+        return state, metrics
 
-        def step(state, ids, targets, number):
-            if number + 1 in numbers:
-                state = state._replace(mems=txl.Mems(state.mems.h * jnp.nan, state.mems.fill * 0 + 9))
-            state, told = compiled(state, ids, targets, number)
-            states.append(jax.tree.map(np.asarray, (state.params, state.opt_state, state.mems)))
-            return state, told
-
-        step.memory_analysis = compiled.memory_analysis
-        return step
-
-    monkeypatch.setattr(train, "compile_train_step", make)
+    spy(monkeypatch, "compile_train_step", step)
 
 
 def test_steps_that_are_not_finite_are_skipped_up_to_n_in_a_row_and_change_only_counts_of_steps(fit, monkeypatch):
@@ -164,10 +153,17 @@ def test_steps_that_are_not_finite_are_skipped_up_to_n_in_a_row_and_change_only_
 
 def test_one_more_step_in_a_row_that_is_not_finite_stops_the_run_there(fit, monkeypatch):
     with_nan(monkeypatch, {5, 6, 7}, [])
-    refused(fit(), "loss nan", "at step 7", fit.folder, "last good checkpoint", "--lr", "--skip_nonfinite")
-    assert saved_step(fit.folder) == 6
+    refused(fit(), "loss nan", "at step 7", fit.folder, "last good checkpoint", "--lr", "--skip_nonfinite 4")
+    assert saved_run(fit.folder)["step"] == 6
     assert all(np.isfinite(a).all() for a in raw(fit.folder / "last.npz")[1].values())
     assert all(math.isfinite(entry.get("loss_nats", 0)) for entry in log(fit.folder)[1])
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_saves(fit, monkeypatch):
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda step, *args: (math.nan, evaluate(step, *args)[1]))
+    refused(fit(), "valid_loss nan at step 2", fit.folder, "has no checkpoint yet")
+    assert [path.name for path in fit.folder.iterdir()] == ["log.jsonl"]
 
 
 class Death(BaseException):
@@ -201,7 +197,7 @@ def test_no_moment_of_death_while_saving_loses_the_best_weights(fit, tmp_path):
         shutil.copytree(fit.folder, folder)
         with pytest.MonkeyPatch.context() as patch:
 
-            def dying(*args, patch=patch, n=n):
+            def dying(*args):
                 patch.setattr(checkpoint, "save", save)
                 die_after(patch, n)
                 save(*args)
@@ -236,37 +232,13 @@ def test_a_closed_standard_output_costs_no_step_and_no_checkpoint(fit, monkeypat
         with pytest.raises(SystemExit) as e:
             train.main(argv(**fit.flags))
     assert e.value.code == 128 + signal.SIGHUP and err.getvalue().count("going on without it") == 1
-    assert saved_step(fit.folder) == len(log(fit.folder)[1]) == 5
+    assert saved_run(fit.folder)["step"] == len(log(fit.folder)[1]) == 5
 
 
 def test_status_lines_never_go_to_standard_output(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", None)  # as python has it where standard error is closed
     flags.print_status("a line for people")
     assert capsys.readouterr().out == ""
-
-
-def test_steps_and_samples_pass_the_strict_mode_of_broadcasting(tmp_path):
-    options = dict(mem_len=9, dropout=0.1, dropatt=0.1, same_length=True, cutoffs=(50, 100), div_val=2)
-    cfg, layout = txl.Config(256, 2, 2, 16, 6, 20, **options), train.Layout(1)
-    run = train.TrainConfig(batch=4, tgt_len=8, eval_batch=3, optimizer="adamw", skip_nonfinite=2)
-    save_model(tmp_path / "run", cfg, make_params(cfg), BYTE)
-    with jax.numpy_rank_promotion("raise"):
-        train.make_train_step(cfg, run, layout).lower(*train.step_shapes(cfg, run, layout))
-        train.make_eval_step(cfg).lower(*train.eval_shapes(cfg, run, 1))
-        assert call(sample.main, run=tmp_path / "run", prompt="alpha" * 5, n_tokens=3, top_p=0.9).code is None
-
-
-def test_parameters_and_moments_of_muon_keep_their_types_in_a_step_and_with_x64():
-    def types(dtype):
-        cfg, run = txl.Config(11, 2, 2, 16, 6, 20, mem_len=9, dtype=dtype), train.TrainConfig(batch=4, tgt_len=8)
-        shapes, step = train.step_shapes(cfg, run, train.Layout(1)), train.make_train_step(cfg, run, train.Layout(1))
-        before, after = (jax.tree.map(lambda a: a.dtype, s[:2]) for s in (shapes[0], jax.eval_shape(step, *shapes)[0]))
-        assert before == after
-        return before
-
-    want = types("float32")
-    with jax.enable_x64(True):
-        assert types("float64") == want  # so that either goes on from a checkpoint of the other
 
 
 def test_only_the_weight_matrices_of_layers_decay_by_adamw_and_by_muon():
