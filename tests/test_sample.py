@@ -73,37 +73,28 @@ def drawn(p, **options):
 
 
 FALLING, LAST = [0.5, 0.3, 0.15, 0.05], [0.3, 0.1, 0.1, 0.5]
+RANKED = np.random.default_rng(1).permutation(11)
+ELEVEN = np.linspace(2, 1, 11)[np.argsort(RANKED)] / 16.5  # from id RANKED[0] on the probabilities fall
 
 
-@pytest.mark.parametrize("p, top_p, want", [(FALLING, 0.6, {0, 1}), (FALLING, 0.85, {0, 1, 2}), (LAST, 0.8, {0, 3})])
-def test_top_p_keeps_a_token_while_the_mass_before_it_is_less(p, top_p, want):
-    assert drawn(p, top_p=top_p) == want
-    assert drawn(p, top_p=1e-8) == {np.argmax(p)} and drawn(p, top_p=1.0) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("top_k, size", [(1, 1), (2, 2), (10, 10), (11, 11), (12, 11), (500, 11), (0, 11)])
-def test_top_k_keeps_that_many_of_11_ids_and_0_or_more_than_11_all(top_k, size):
-    ranked = np.random.default_rng(1).permutation(11)
-    p = np.zeros(11)
-    p[ranked] = np.linspace(2, 1, 11) / 16.5
-    assert drawn(p, top_k=top_k) == set(ranked[:size].tolist())
-
-
-@pytest.mark.parametrize("min_p, want", [(0.0, {0, 1, 2, 3}), (0.25, {0, 1}), (0.7, {0}), (1.0, {0})])
-def test_min_p_keeps_what_is_that_share_as_likely_as_the_likeliest(min_p, want):
-    assert drawn([0.5, 0.3, 0.12, 0.08], min_p=min_p) == want
-
-
-def test_ties_never_let_more_than_top_k_through_and_of_top_k_and_top_p_both_must_keep_an_id():
-    assert drawn([0.1, 0.2, 0.2, 0.2, 0.2, 0.1], top_k=2) == {1, 2}
-    assert drawn([0.4, 0.3, 0.2, 0.1], top_k=3, top_p=0.5) == {0, 1}
-    assert drawn([0.4, 0.3, 0.2, 0.1], top_k=1, top_p=0.99) == {0}
-
-
-def test_filters_that_filter_nothing_change_no_draw():
-    logits = np.random.default_rng(2).standard_normal(11).astype(np.float32)
-    for options in ({"top_k": 11}, {"top_k": 500}, {"top_p": 1.0}):
-        assert (draws(logits, how=how(**options)) == draws(logits)).all()
+@pytest.mark.parametrize(
+    "p, options, want",
+    [
+        *[(ELEVEN, dict(top_k=k), {*RANKED[:k]}) for k in (1, 2, 10, 11)],
+        *[(ELEVEN, dict(top_k=k), {*range(11)}) for k in (0, 12, 500)],  # 0 and too many: all
+        ([0.1, 0.2, 0.2, 0.2, 0.2, 0.1], dict(top_k=2), {1, 2}),  # ties never let more through
+        (FALLING, dict(top_p=0.6), {0, 1}),  # while the mass before a token is less
+        (FALLING, dict(top_p=0.85), {0, 1, 2}),
+        (LAST, dict(top_p=0.8), {0, 3}),
+        (LAST, dict(top_p=1e-8), {3}),
+        (LAST, dict(top_p=1.0), {0, 1, 2, 3}),
+        ([0.4, 0.3, 0.2, 0.1], dict(top_k=3, top_p=0.5), {0, 1}),  # both must keep an id
+        ([0.4, 0.3, 0.2, 0.1], dict(top_k=1, top_p=0.99), {0}),
+        *[([0.5, 0.3, 0.12, 0.08], dict(min_p=p), {*range(n)}) for p, n in ((0.0, 4), (0.25, 2), (0.7, 1), (1.0, 1))],
+    ],
+)
+def test_top_k_top_p_and_min_p_keep_the_likeliest_tokens_that_they_should(p, options, want):
+    assert drawn(p, **options) == want
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-45])
@@ -126,12 +117,12 @@ def test_logits_that_are_not_finite_draw_minus_1_and_never_an_id(options):
 
 
 def test_uniform_logits_of_50_000_ids_in_bfloat16_are_drawn_without_bias():
-    logits, keys, opts = jnp.zeros(50_000, jnp.bfloat16), jax.random.split(jax.random.key(0), 1000), how()
-    # 1,000 draws of a uniform id have a median within 2,372 of 25,000 (three deviations) in 997 of 1,000 cases;
+    logits, keys, opts = jnp.zeros(50_000, jnp.bfloat16), jax.random.split(jax.random.key(0), 300), how()
+    # 300 draws of a uniform id have a median within 4,330 of 25,000 (three deviations) in 997 of 1,000 cases;
     # noise in bfloat16 has ties, of which the first id wins: the median falls by thousands.
     draw = lambda key: sample.sample_next_token(logits, key, opts)
     found = jax.jit(lambda keys: jax.lax.map(draw, keys, batch_size=20))(keys)
-    assert 24_000 < np.median(found) < 26_000
+    assert 25_000 - 4330 < np.median(found) < 25_000 + 4330
 
 
 def test_a_checkpoint_with_nan_stops_with_a_message_instead_of_a_text(tmp_path):
@@ -210,8 +201,9 @@ def test_a_prompt_from_a_file_is_its_bytes_as_they_are(byte, tmp_path):
     (entry,) = call(sample.main, run=byte, prompt_file=tmp_path / "p.txt", n_tokens=20, json=True).entries()
     assert entry["prompt"] == text and [entry["ids"]] == ids_of(byte, prompt=text, n_tokens=20)
     (tmp_path / "p.txt").write_bytes(b"")
-    for name, word in (("none.txt", "No such file"), ("", "Is a directory"), ("p.txt", "is empty")):
-        refused(call(sample.main, run=byte, prompt_file=tmp_path / name), "prompt_file", tmp_path / name, word)
+    (tmp_path / "z").write_bytes(gzip.compress(TEXT))
+    for name, word in (("none.txt", "No such file"), ("", "Is a directory"), ("p.txt", "is empty"), ("z", "gzip")):
+        refused(call(sample.main, run=byte, prompt_file=tmp_path / name), tmp_path / name, word)
 
 
 def test_models_without_memory_in_bfloat16_and_with_more_ids_than_symbols_sample_what_they_know(tmp_path):
@@ -225,7 +217,7 @@ def test_models_without_memory_in_bfloat16_and_with_more_ids_than_symbols_sample
 # several prompts, samples, devices
 
 
-@pytest.mark.parametrize("tgt_len", [1, 5, 8])
+@pytest.mark.parametrize("tgt_len", [1, 8])
 def test_prompts_of_any_lengths_together_give_each_the_text_that_it_gives_alone_whatever_the_segment(tgt_len, tmp_path):
     run = save_model(tmp_path, CFG, make_params(CFG), BYTE, tgt_len=tgt_len)
     texts = ["a", "a", "abcabcabca", TEXT[:77].decode(), TEXT[:8].decode(), TEXT[9:18].decode()]
@@ -245,8 +237,8 @@ def test_a_line_of_a_file_is_a_prompt_and_an_empty_one_starts_as_no_prompt_does(
 
 
 def test_samples_are_the_same_on_any_number_of_devices(byte):
-    one, *others = (ids_of(byte, prompt="alpha", n_tokens=20, n_samples=5, devices=n) for n in (1, 2, 4))
-    assert others == [one, one]
+    one, four = (ids_of(byte, prompt="alpha", n_tokens=20, n_samples=5, devices=n) for n in (1, 4))
+    assert one == four
     refused(call(sample.main, run=byte, devices=9), "devices=9", "there are 4")
 
 
@@ -338,14 +330,6 @@ def test_standard_output_of_the_command_is_the_text_alone_whatever_the_locale(by
     assert json.loads(found.stdout)["ids"] == ids_of(byte, prompt="alpha é", n_tokens=20)[0]
 
 
-def test_a_run_in_float64_is_refused_without_x64_and_sampled_with_it(tmp_path, request):
-    cfg = dataclasses.replace(CFG, dtype="float64")
-    run = save_model(tmp_path, cfg, make_params(CFG), BYTE)
-    refused(call(sample.main, run=run, n_tokens=3), "float64", "JAX_ENABLE_X64=1")
-    request.getfixturevalue("x64")
-    assert len(ids_of(run, n_tokens=3)[0]) == 3
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_bytes_go_to_a_file_as_they_are_and_a_terminal_is_shown_control_characters(terminal, monkeypatch):
     data = "é".encode("latin-1") + b"\x1b]0;title\x07\ta\n" + "\u202e\x9b".encode()
@@ -355,10 +339,3 @@ def test_bytes_go_to_a_file_as_they_are_and_a_terminal_is_shown_control_characte
         sample.print_samples([[np.frombuffer(data, np.uint8)]], [b"p"], BYTE, sample.SampleConfig())
     as_text = "p\ufffd\\x1b]0;title\\x07\ta\n\\u202e\\x9b\n".encode()
     assert stream.buffer.getvalue() == (as_text if terminal else b"p" + data + b"\n")
-
-
-def test_a_container_is_no_prompt_and_no_text_to_score(byte, tmp_path):
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(gzip.compress(TEXT))
-    for flag in ("prompt_file", "score"):
-        refused(call(sample.main, run=byte, **{flag: path}), path, "gzip", "unpack it")
