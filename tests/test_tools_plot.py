@@ -1,7 +1,6 @@
 """Pictures of runs: what is read from a log, what is drawn where matplotlib is there, and that no run ends by it."""
 
 import importlib.util
-import json
 
 import numpy as np
 import pytest
@@ -40,18 +39,10 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(run, monkeypatch):
 
 def test_memory_lengths_are_drawn_and_shown_as_bars(tmp_path):
     entries = [{"mem_len": n, "bpb": bpb, "split": "valid"} for n, bpb in ((0, 2.0), (9, 1.5), (30, 1.25))]
-    lines = plot.mem_len_bars(entries).splitlines()
+    lines = plot.mem_len_bars(entries).splitlines()[1:4]
     plot.plot_mem_lens(entries, tmp_path / "x.png")
-    assert [line.split()[:2] for line in lines[1:4]] == [["0", "2.0000"], ["9", "1.5000"], ["30", "1.2500"]]
-    bars = [line.count("#") for line in lines[1:4]]
-    assert bars == [50, 38, 31] and (tmp_path / "x.png").exists() == DRAWS
-
-
-def test_what_is_no_whole_line_of_the_log_is_passed_over(tmp_path):
-    good = {"step": 3, "bpb": 1.5, "lr": 0.1, "tok_per_s": None}
-    junk = b"\xff[\n" + b"[" * 9000 + b'\n{"step": [], "bpb": 1}\n7\n{"step": 4, "bp\n'
-    (tmp_path / "log.jsonl").write_bytes(junk + json.dumps(good).encode() + b"\n")
-    assert plot.read_history(tmp_path) == ([good], [])
+    assert [line.split()[:2] for line in lines] == [["0", "2.0000"], ["9", "1.5000"], ["30", "1.2500"]]
+    assert [line.count("#") for line in lines] == [50, 38, 31] and (tmp_path / "x.png").exists() == DRAWS
 
 
 def test_the_looks_of_broken_weights_are_an_error_and_no_nan_is_printed(tmp_path, capsys):

@@ -1,20 +1,16 @@
-"""--profile's part: a trace, a memory profile, and the time of each part of the model (case S6)."""
+"""--profile's part: a trace, a memory profile, and the time of each part of the model."""
 
 import gzip
 import json
-import time
 
 import jax
-import numpy as np
 import pytest
-from conftest import make_ids, make_params
+from runs import TINY, call
 
 import train
-import txl
 from tools import profile
 
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # jaxlib's own, on Python 3.12
-STEPS = 3
 HLO = """HloModule jit_step, is_scheduled=true
 
 %fused (p: f32[4]) -> f32[4] {
@@ -58,46 +54,28 @@ def events_of(path, *planes):
     return profile.read_events(path, KNOWN, "jit_step")
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """(folder, rows, wall ms) of a few steps on two devices."""
-    cfg = txl.Config(n_token=31, n_layer=3, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
-    run = train.TrainConfig(batch=4, tgt_len=7)
-    layout = train.Layout(2)
-    state = train.create_train_state(cfg, run, layout, make_params(cfg), run.batch)
-    state = train.to_devices(jax.tree.map(np.asarray, state), layout)
-    ids = make_ids(cfg, 2, run.batch // 2, run.tgt_len)
-    step, wall = train.make_train_step(cfg, run, layout), []
-    compiled = step.lower(state, ids, ids, 0).compile()
+def test_a_run_leaves_a_trace_without_python_frames_a_memory_profile_and_the_time_of_each_part(
+    text, tmp_path, monkeypatch
+):
+    folder, rows, table = tmp_path / "new" / "folder", [], profile.table
 
-    def steps():
-        nonlocal state
-        start = time.perf_counter()
-        for number in range(STEPS):
-            state, told = step(state, ids, ids, number)
-            jax.block_until_ready((state, told))
-        wall.append((time.perf_counter() - start) * 1e3)
+    def seen(found, n):
+        rows.extend(found)
+        return table(found, n)
 
-    steps()
-    folder = tmp_path_factory.mktemp("profile") / "new" / "folder"
-    return folder, profile.record(folder, compiled.as_text(), steps), wall[-1]
-
-
-def test_perfetto_can_open_the_trace_and_it_holds_operations_but_no_python_frames_and_memory_has_a_pprof(recorded):
-    (path,) = recorded[0].rglob("perfetto_trace.json.gz")
+    monkeypatch.setattr(profile, "table", seen)
+    flags = TINY | dict(steps=5, eval_every=5, devices=2, json=True)
+    outcome = call(train.main, data=text, out=tmp_path / "run", profile=folder, **flags)
+    assert outcome.code is None, outcome
+    (path,) = folder.rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert any("hlo_op" in event.get("args", {}) for event in events)
     assert not any(event.get("name", "").startswith("$") for event in events)
-    assert path.stat().st_size < 2**20
-    assert b"space" in gzip.decompress((recorded[0] / "memory.prof").read_bytes())  # a pprof's table of strings
-
-
-def test_every_part_takes_its_share_of_no_more_than_the_time_that_the_steps_took(recorded):
-    _, rows, wall = recorded
-    assert [part for part, _, _ in rows] == ["attention", "feed_forward", "loss", "optimizer", "other"]
+    assert b"space" in gzip.decompress((folder / "memory.prof").read_bytes())  # a pprof's table of strings
     total = sum(ms for _, ms, _ in rows)
-    assert total <= wall  # events of threads and of loops overlap: adding them up gives more
+    assert [part for part, *_ in rows] == ["attention", "feed_forward", "loss", "optimizer", "other"]
     assert all(ms > 0 and share == pytest.approx(ms / total) for _, ms, share in rows)
+    assert f"sum{total / 3:21.2f} ms a step" in outcome.err  # of three steps
 
 
 def test_an_instruction_belongs_to_its_innermost_scope_and_a_nameless_fusion_to_its_roots():
@@ -128,26 +106,15 @@ def test_each_instant_is_divided_among_what_runs_and_loops_get_only_what_is_left
     assert spent == pytest.approx({"attention": 10 + 10 / 3 + 5, "loss": 20 / 3 + 30, "other": 10 + 40})
 
 
-@pytest.mark.parametrize("way", ["", "plugins", "plugins/profile"])
-def test_a_file_in_the_way_is_a_clear_error_before_anything_runs(tmp_path, way):
-    file = tmp_path / "here" / way
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("mine")
-    with pytest.raises(ValueError, match=r"profile=.*here can't be written \(.*give a new folder"):
-        profile.record(tmp_path / "here", HLO, lambda: pytest.fail("ran"))
-    assert file.read_text() == "mine"
-
-
-def test_a_folder_that_cannot_be_made_or_is_in_the_way_and_a_trace_of_nothing_are_clear_errors(tmp_path):
+def test_what_is_in_the_way_and_a_trace_of_nothing_are_clear_errors_before_anything_runs(tmp_path):
+    for name, way in (("a", "a"), ("b", "b/plugins/profile")):
+        file = tmp_path / way
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+        with pytest.raises(ValueError, match=rf"profile=.*{name} can't be written \(.*give a new folder"):
+            profile.record(tmp_path / name, HLO, lambda: pytest.fail("ran"))
+        assert file.read_text() == "mine"
     with pytest.raises(ValueError, match="profile=/dev/null/profile can't be written"):
         profile.prepare("/dev/null/profile")
     with pytest.raises(ValueError, match="holds no operation of jit_step"):
         profile.record(tmp_path / "empty", HLO, lambda: None)
-    (tmp_path / "memory.prof").mkdir()
-    with pytest.raises(ValueError, match="Is a directory"):
-        profile.prepare(tmp_path)
-
-
-def test_the_table_gives_ms_a_step_and_shares():
-    words = profile.table([("attention", 30.0, 0.75), ("other", 10.0, 0.25)], steps=2).split()
-    assert words == "attention 15.00 ms 75.0% other 5.00 ms 25.0% sum 20.00 ms a step".split()
