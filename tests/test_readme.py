@@ -6,7 +6,6 @@ import pickle
 import re
 import shlex
 import string
-from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -116,18 +115,6 @@ def test_a_recipe_prepares_trains_and_evaluates(recipe, tmp_path, monkeypatch):
     text = recipe.read_text(encoding="utf-8").replace("\\\n", " ")
     ran = [run(command, monkeypatch) for command in commands(text.splitlines())]
     assert ran == [prepare.main, train.main, train.main]
-
-
-INSTALLS = re.findall(r"pip install ([^`\n&]+)", README)
-
-
-@pytest.mark.parametrize("what", dict.fromkeys(INSTALLS))
-def test_pip_is_asked_for_what_there_is(what):
-    for word in shlex.split(what):
-        name, extra = re.fullmatch(r"([\w.-]+)(?:\[([\w-]+)\])?", word).groups()
-        assert name in ("-r", "requirements.txt", "-U", "jax", "matplotlib", "tokenizers", "torch", "safetensors")
-        assert extra is None or extra in metadata(name).get_all("Provides-Extra")
-        assert not name.endswith(".txt") or (ROOT / name).is_file()
 
 
 def test_every_flag_that_the_readme_and_the_results_name_is_one():

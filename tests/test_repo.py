@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 from runs import TEXT, TINY, argv
 
 ROOT = Path(__file__).parents[1]
-CORE = ("txl.py", "train.py", "sample.py", "kernels.py")
 FILES = sorted(
     path.relative_to(ROOT).as_posix() for folder in ("", "data/", "tools/") for path in ROOT.glob(f"{folder}*.py")
 )
@@ -57,27 +55,11 @@ def module(name):
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def test_at_the_top_stand_four_files_and_three_folders():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode:
-        pytest.skip("no git checkout")
-    top = {name.split("/")[0] for name in tracked.stdout.splitlines()}
-    assert {name for name in top if name.endswith(".py")} == set(CORE)
-    assert {name for name in top if "." not in name} == {"data", "tests", "tools", "LICENSE"}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_imports_only_what_it_may_and_what_is_optional_only_inside_a_function(name):
     top = TOP.get(name) or TOP[f"{name.split('/')[0]}/"]
     assert packages(name, inside=False) <= top
     assert packages(name) <= top | INSIDE.get(name, set())
-
-
-def test_every_letter_of_an_einsum_is_in_the_glossary():
-    glossary = {a for a, b in re.findall(r"\b([a-z]) ([A-Z])  ", ast.get_docstring(parse("txl.py"))) if a.upper() == b}
-    calls = [node for name in (*FILES, *BENCH) for node in ast.walk(parse(name)) if isinstance(node, ast.Call)]
-    letters = [c.args[0].value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "einsum"]
-    assert len(letters) > 12 and not [text for text in letters if set(text) - glossary - set(",->")]
 
 
 @pytest.mark.parametrize("name", [*FILES, *BENCH])
@@ -157,11 +139,6 @@ def test_without_tools_a_run_and_its_samples_work_and_flags_that_need_it_name_th
 
 
 def test_without_tools_the_tests_of_the_core_are_found_and_run(without_tools):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    pipes = dict(cwd=without_tools, capture_output=True, text=True, timeout=300)
-    listed = subprocess.run([*command, "--collect-only"], **pipes)
-    assert listed.returncode == 0, listed.stdout[-2000:]
-    assert "test_model.py" in listed.stdout and "test_train.py" in listed.stdout and "test_tools" not in listed.stdout
-    run = [*command, "tests/test_sample.py", "-k", "top_k or word_model or cut_by_blocks"]
-    found = subprocess.run(run, **pipes)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "top_k"]
+    found = subprocess.run(command, cwd=without_tools, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-2000:]
