@@ -47,9 +47,7 @@ def small(words):
     quick |= dict(batch=1, dtype="bfloat16") if "--plan" in words else {}  # fewer settings to compile
     quick |= dict(d_model=64, cutoffs="3,5,7") if "--cutoffs" in words else {}  # wide enough for div_val 4
     quick |= dict(json=True) if len(words) > 2 else {}  # no sample to compile
-    quick |= (
-        dict(optimizer="adam") if len(words) > 2 and "--optimizer" not in words else {}
-    )  # compiles faster than muon
+    quick |= dict(optimizer="adam") if "--optimizer" not in words else {}  # compiles faster than muon
     return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
 
 
