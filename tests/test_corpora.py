@@ -2,10 +2,8 @@
 
 import contextlib
 import io
-import json
 import resource
 import threading
-import tracemalloc
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -163,9 +161,7 @@ SPOILT = {  # words, number of files that are asked for, those that are left
 
 
 @pytest.mark.parametrize("name, spoil, words, n_asked, rest", SPOILT.values(), ids=SPOILT.keys())
-def test_what_a_server_has_no_longer_is_refused_and_leaves_nothing(
-    server, monkeypatch, name, spoil, words, n_asked, rest
-):
+def test_what_a_server_has_no_longer_is_refused_and_left_out(server, monkeypatch, name, spoil, words, n_asked, rest):
     file = serve(server, monkeypatch, name).source.files[0]
     spoil(server.files)
     not_prepared(name, {}, "--from", *(word.format(file=file, more=file.size + 1) for word in words))
@@ -240,19 +236,3 @@ def test_a_copy_that_is_not_the_original_or_lacks_a_text_is_refused(server, monk
     not_prepared("enwik8", {"from": "nowhere"}, "nowhere: no enwik8.zip or enwik8 there", "--from")
     not_prepared("ptb", {"from": "have"}, "have: no ptb.valid.txt there")
     assert not server.asked
-
-
-def test_a_member_of_a_zip_is_read_in_blocks(server, monkeypatch):
-    monkeypatch.setattr(tok, "BLOCK", 1 << 16)
-    text = b"0123456789abcde\n" * (1 << 16)  # 16 blocks
-    with zipfile.ZipFile("big.zip", "w", zipfile.ZIP_DEFLATED) as z:
-        z.writestr("big", text)
-    n = Path("big.zip").stat().st_size
-    files, texts = (corpora.File("big.zip", n),), (corpora.File("big", len(text)),)
-    splits = {s: ("big", 0, None if s == "train" else 1 << 16) for s in prepare.SPLITS}  # zipfile seeks in 16 MiB steps
-    monkeypatch.setitem(CORPORA, "big", corpora.Source(server.url, files, texts, splits, "byte"))
-    tracemalloc.start()
-    prepare.prepare_named("big", "out", place="big.zip")
-    assert tracemalloc.get_traced_memory()[1] < 6 * tok.BLOCK  # block, ids, what zlib and the file hold
-    tracemalloc.stop()
-    assert json.loads(Path("out/meta.json").read_bytes())["n_tokens"]["train"] == 1 << 20

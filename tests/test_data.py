@@ -1,12 +1,9 @@
 """The border: tokenizers, corpora, prepared tokens, and one clear line for all that can be wrong with them."""
 
-import bz2
 import gzip
 import hashlib
 import json
-import lzma
 import os
-import re
 import subprocess
 import sys
 import tracemalloc
@@ -126,11 +123,10 @@ def test_an_unknown_character_and_a_byte_that_is_not_utf8_are_named_with_their_p
     assert tok.encode(tok.build("byte", bad), bad).tobytes() == bad
 
 
-def test_an_empty_prompt_starts_from_one_id_of_the_vocabulary():
+def test_an_empty_prompt_starts_from_a_line_end_or_else_the_first_symbol():
     for vocab, want in (
         (tok.build("byte", b""), b"\n"),
         (tok.build("char", b"ab\n"), b"\n"),
-        (tok.build("char", "—é".encode()), "é".encode()),
         ({"kind": "char", "symbols": ["<unk>", "a"]}, b"a"),
         (tok.build("word", b"a b"), b"\n"),
         ({"kind": "ids", "size": 3}, b"0"),
@@ -141,14 +137,9 @@ def test_an_empty_prompt_starts_from_one_id_of_the_vocabulary():
 BROKEN = [
     ([1], "vocabulary of kind"),
     ({"kind": "bpe"}, "'bpe'"),
-    ({"kind": "ids", "size": 0}, "size 0"),
     ({"kind": "subword", "json": "{}"}, "size None"),
     ({"kind": "subword", "size": 9}, "tokenizer.json"),
-    ({"kind": ["x"]}, "vocabulary of kind"),
-    ({"kind": "char"}, "without a list"),
-    ({"kind": "char", "symbols": ["<unk>"]}, "without a list"),
     ({"kind": "char", "symbols": ["a", "bc"]}, "'bc'"),
-    ({"kind": "char", "symbols": ["a", 7]}, "symbol 7"),
     ({"kind": "char", "symbols": ["\ud800"]}, "\\ud800"),
     ({"kind": "char", "symbols": ["b", "a", "b"]}, "'b' more than once"),
     ({"kind": "word", "symbols": ["<eos>", "<unk>", "a b"]}, "'a b'"),
@@ -206,20 +197,12 @@ def test_files_are_joined_in_order_and_split_90_5_5_and_bytes_are_kept(tmp_path)
     corpus = prepare.load(write(tmp_path / "one.txt", text))
     assert text_of(corpus) == text and corpus.vocab == {"kind": "byte"}
     assert corpus.name == "one" and [len(ids) for ids in splits(corpus)] == list(corpus.n_bytes.values())
-    abc = prepare.load(write(tmp_path / "abc.txt", ABC), "char")
-    assert abc.n_bytes == {"train": 5400, "valid": 300, "test": 300} and abc.vocab["symbols"] == ["a", "b", "c"]
     a, b = write(tmp_path / "a", "é—".encode() * 50), write(tmp_path / "b", ABC[:301])
-    prepare.prepare([b, a], tmp_path / "out")
-    corpus = prepare.load(tmp_path / "out")
-    assert text_of(corpus) == b.read_bytes() + a.read_bytes()
-    assert corpus.n_bytes == {"train": 496, "valid": 27, "test": 28}  # 495.9 and 523.45 of 551; byte 495 is within a —
-
-
-def test_no_split_cuts_a_character_and_every_tokenizer_gets_the_same_splits(tmp_path):
-    for n in range(40, 60):
-        file = write(tmp_path / "wide.txt", "\U0001f600".encode() * n)
-        found = [(corpus.n_bytes, corpus.sha256) for corpus in (prepare.load(file, kind) for kind in tok.KINDS)]
-        assert found[0] == found[1] == found[2] and all(n_bytes % 4 == 0 for n_bytes in found[1][0].values())
+    for kind in tok.KINDS:  # all tokenizers get the same splits
+        prepare.prepare([b, a], tmp_path / "out", tokenizer=kind)
+        corpus = prepare.load(tmp_path / "out")
+        assert kind == "word" or text_of(corpus) == b.read_bytes() + a.read_bytes()
+        assert corpus.n_bytes == {"train": 496, "valid": 27, "test": 28}  # 495.9, 523.45; byte 495 is within a —
 
 
 def test_a_folder_of_three_texts_keeps_its_splits_and_a_word_that_training_never_saw_is_unk(tmp_path):
@@ -301,10 +284,8 @@ def test_prepared_tokens_that_contradict_meta_json_are_refused(tmp_path):
     for changes, words in (
         (dict(vocab=few), ("train.bin", f"largest id {len(symbols) - 1}", "vocabulary of 5")),
         (dict(vocab={"kind": "bpe"}), ("meta.json", "'bpe'")),
-        (dict(dtype="float32"), ("float32", "uint16")),
         (dict(dtype="uint16"), ("train.bin", n["train"], 2 * n["train"])),
         (dict(n_tokens=n | {"valid": 3}), ("valid.bin", "want 3 bytes")),
-        (dict(n_tokens=n | {"valid": -3}), ("n_tokens", "-3")),
         (dict(n_bytes=None), ("meta.json", "n_bytes")),
     ):
         edit_meta(folder, **changes)
@@ -315,17 +296,6 @@ def test_prepared_tokens_that_contradict_meta_json_are_refused(tmp_path):
     one_line(("test.bin", "no file"), prepare.load, folder)
     (folder / "meta.json").write_bytes(b"{")
     one_line(("meta.json", "prepare the corpus again"), prepare.load, folder)
-
-
-def test_tokens_without_a_text_hash_are_known_by_their_ids_and_may_have_an_empty_split(tmp_path):
-    folder = prepared(tmp_path)
-    edit_meta(folder, sha256=None, n_bytes={"train": 7, "valid": 7, "test": 7})
-    assert prepare.load(folder).sha256 == hashlib.sha256(MIXED).hexdigest()  # for bytes, ids are the text
-    recoded = prepare.load(folder, vocab=tok.build("char", MIXED))
-    assert recoded.n_bytes == prepare.load(tmp_path / "mixed.txt").n_bytes  # counted where the text is read
-    (folder / "valid.bin").write_bytes(b"")
-    edit_meta(folder, n_tokens=json.loads((folder / "meta.json").read_bytes())["n_tokens"] | {"valid": 0})
-    assert prepare.load(folder).valid.shape == (0,)
 
 
 def test_a_run_that_fails_leaves_an_older_corpus_whole_and_else_nothing(tmp_path, monkeypatch):
@@ -386,16 +356,16 @@ def test_the_locale_changes_nothing_and_the_command_prints_one_json_line(tmp_pat
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
     file, out, tokens = write(tmp_path / "abc.txt", ABC), tmp_path / "out", prepared(tmp_path)
     folder = write(tmp_path / "my texts" / "a.txt", ABC).parent
-    for words, to, message in (
-        ([file], [file], ["File exists"]),
-        ([file], [], ["abc.txt: no --out", "give --out DIR"]),
-        (["shakespear"], [out], ["no such file", "wikitext-2", "shakespeare"]),
-        ([file, "--tokeniser", "char"], [out], ["--tokeniser", "--help"]),
-        ([file, "--from", "x"], [out], ["--from x is for enwik8, text8"]),
-        ([folder], [out], [f"python -m data.prepare '{folder}'/*.txt --out DIR"]),
-        ([tokens], [out], [tokens, "prepared tokens", "train.py --data"]),
+    for words, message in (
+        ([file, f"--out={file}"], ["File exists"]),
+        ([file], ["abc.txt: no --out", "give --out DIR"]),
+        (["shakespear", f"--out={out}"], ["no such file", "wikitext-2", "shakespeare"]),
+        ([file, f"--out={out}", "--tokeniser", "char"], ["--tokeniser", "--help"]),
+        ([file, f"--out={out}", "--from", "x"], ["--from x is for enwik8, text8"]),
+        ([folder, f"--out={out}"], [f"python -m data.prepare '{folder}'/*.txt --out DIR"]),
+        ([tokens, f"--out={out}"], [tokens, "prepared tokens", "train.py --data"]),
     ):
-        refused(call(prepare.main, *words, *(f"--out={path}" for path in to)), *message)
+        refused(call(prepare.main, *words), *message)
         assert not out.exists()
 
 
@@ -403,7 +373,6 @@ CLEAN = "the cat — a dog\nthe end\n".encode() * 9
 RECODED = {  # text, options of its word vocabulary, what its words can be recoded to
     "plain": (CLEAN, {}, tok.KINDS),
     "<unk> in the text": (CLEAN.replace(b"cat", b"<unk>"), {}, tok.KINDS),
-    "white space": (CLEAN.replace(b" cat", b"\tcat"), {}, ("word",)),
     "two spaces": (CLEAN.replace(b" cat", b"  cat"), {}, ("word",)),
     "white space and <unk>": (CLEAN.replace(b" cat", b"\t<unk>"), {}, ()),
     "words left out": (CLEAN, dict(max_size=4), ()),
@@ -447,71 +416,39 @@ def test_data_is_the_same_where_its_tokens_its_splits_and_its_bytes_are(tmp_path
     assert first != tokens_sha256(CLEAN + b"the ", CLEAN[4:101])  # the same words, cut elsewhere
 
 
-def test_two_processes_that_prepare_one_folder_leave_the_corpus_of_the_last_and_nothing_of_a_killed_one(tmp_path):
-    paths = [tmp_path / name for name in ("train.bin", "valid.bin", "meta.json")]
+def test_two_processes_that_write_one_folder_leave_the_files_of_the_last_and_nothing_of_a_killed_one(tmp_path):
+    paths = [tmp_path / name for name in ("train.bin", "meta.json")]
     code = "import pathlib, sys; from data.prepare import atomic_write_many\n"
-    code += "with atomic_write_many(*map(pathlib.Path, sys.argv[1:])) as files:\n"
-    code += "    [f.write(b'theirs') and f.flush() for f in files], print(1, flush=True), input()"
+    code += "with atomic_write_many(*map(pathlib.Path, sys.argv[1:])): print(1, flush=True), input()"
     command = [sys.executable, "-c", code, *map(str, paths)]
-    pipes = dict(cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    for kill in (False, True):
-        with subprocess.Popen(command, **pipes) as other:
-            assert other.stdout.readline() == b"1\n"
-            with prepare.atomic_write_many(*paths) as files:
-                for file in files:
-                    file.write(b"ours")
-            assert {file.read_bytes() for file in paths} == {b"ours"} and len(list(tmp_path.iterdir())) == 6
-            other.kill() if kill else other.communicate(b"\n")
-        assert other.returncode == (-9 if kill else 0)
-        assert {file.read_bytes() for file in paths} == {b"ours" if kill else b"theirs"}
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"1\n"
+        with prepare.atomic_write_many(*paths) as files:
+            for file in files:
+                file.write(b"ours")
+        assert {file.read_bytes() for file in paths} == {b"ours"} and len(list(tmp_path.iterdir())) == 4
+        other.kill()
     with prepare.atomic_write_many(*paths):
         pass
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in paths}
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a map is in memory")
-def test_prepared_tokens_are_checked_without_taking_the_whole_file_into_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(tok, "BLOCK", 1000)
-    corpus = prepare.load(prepared(tmp_path, ABC * 9))
-
-    def resident_kb():
-        maps = Path("/proc/self/smaps").read_text().partition(f"{tmp_path}/tokens/train.bin\n")[2]
-        return int(re.search(r"^Rss: +(\d+) kB", maps, re.M)[1])
-
-    assert resident_kb() == 0 and corpus.train.max() and resident_kb() > 40
-    ids = np.fromfile(tmp_path / "tokens" / "train.bin", np.uint8)
-    ids[-1] = 255
-    ids.tofile(tmp_path / "tokens" / "train.bin")
-    edit_meta(tmp_path / "tokens", vocab=tok.build("char", b"".join(bytes([c]) for c in range(128))))
-    one_line(("train.bin", "largest id 255", "vocabulary of 128"), prepare.load, tmp_path / "tokens")
-
-
 CONTAINERS = [
     (gzip.compress(MIXED), ["gzip", "unpack it"]),
-    (bz2.compress(MIXED), ["bzip2", "unpack it"]),
-    (lzma.compress(MIXED), ["xz", "unpack it"]),
     (b"PK\3\4\x14", ["zip archive", ".docx", "unpack it"]),
     (b"a.txt".ljust(257, b"\0") + b"ustar", ["tar archive", "unpack it"]),
     (b"%PDF-1.7\n%\xe2\xe3", ["PDF", "plain text"]),
     (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ["image"]),
-    (b"\xff\xd8\xff\xe0\0\x10JFIF", ["image"]),
-    (b"GIF89a\x10\x02\x10\x02\xf7\0\0", ["image"]),
-    (b"7z\xbc\xaf\x27\x1c\0\4", ["7z", "unpack it"]),
     (b"\x28\xb5\x2f\xfd\x24abc", ["zstd", "unpack it"]),
     (b"PAR1\x15\4\x15\x10PAR1", ["Parquet", "text column"]),
     (MIXED.decode().encode("utf-16"), ["UTF-16", "convert it to UTF-8"]),
-    (b"\xfe\xff" + MIXED.decode().encode("utf-16-be") * 9, ["UTF-16", "convert it to UTF-8"]),
     (MIXED.decode().encode("utf-32"), ["UTF-32", "convert it to UTF-8"]),
     (MIXED.decode().encode("utf-16-le") * 50, ["NUL bytes throughout", "UTF-8"]),
-    ((np.arange(2000) * 7919 % 50257).astype("<i8").tobytes(), ["NUL bytes throughout"]),
 ]
 PLAIN = [  # which bytes of any file may be
-    bytes(range(256)) * 20,
     b"GIF89a is a format, and PK a name. " * 40,
-    b"BZh9 said the bee\n" * 20,
     b"\xff\xfe" + b"\x01\xd8\x41\x02" * 500,
     ABC + b"\0" * 9000,
-    b"\1\0\2\0" * 20,
     b"\xef\xbb\xbf" + MIXED,
 ]
 
@@ -551,11 +488,9 @@ def test_ids_are_one_dimension_of_whole_numbers_and_not_mixed_up_with_text(tmp_p
     for bad, words in (
         (np.zeros((3, 4), int), "shape (3, 4)"),
         (np.zeros(9), "float64"),
-        (np.zeros(0, int), "shape (0,)"),
         (np.array([1, None]), "cannot be read"),
         (np.array([4, -1, 7]), "ids from -1 to 7"),
         (np.array([4, 2**31]), "ids from 4 to 2147483648"),
-        (np.array([4, 2**64 - 1], np.uint64), "to 18446744073709551615"),
     ):
         file = write_ids(tmp_path / "ids.npy", bad)
         one_line((file, words, "want"), prepare.load, file)
@@ -570,8 +505,12 @@ def test_ids_are_one_dimension_of_whole_numbers_and_not_mixed_up_with_text(tmp_p
     refused(call(prepare.main, file, out=tmp_path / "out"), file, "numpy array", "train.py --data")
 
 
-def test_a_folder_of_ids_needs_no_bytes_of_a_text(tmp_path):
+def test_a_folder_of_tokens_needs_no_hash_of_a_text_and_one_of_ids_no_bytes(tmp_path):
     folder, ids = prepared(tmp_path), {"kind": "ids", "size": 256}
+    edit_meta(folder, sha256=None, n_bytes={"train": 7, "valid": 7, "test": 7})
+    assert prepare.load(folder).sha256 == hashlib.sha256(MIXED).hexdigest()  # for bytes, ids are the text
+    recoded = prepare.load(folder, vocab=tok.build("char", MIXED))
+    assert recoded.n_bytes == prepare.load(tmp_path / "mixed.txt").n_bytes  # counted where the text is read
     edit_meta(folder, vocab=ids, n_bytes=None, sha256=None)
     corpus = prepare.load(folder)
     assert corpus.vocab == ids and corpus.train.tobytes() == MIXED[: len(corpus.train)]
@@ -583,8 +522,7 @@ def test_a_folder_of_ids_needs_no_bytes_of_a_text(tmp_path):
 
 
 def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_back(tmp_path, monkeypatch):
-    file = subword_file(tmp_path)
-    text = PROSE.encode() * 40
+    file, text = subword_file(tmp_path), PROSE.encode() * 40
     vocab = tok.build(str(file), text)
     assert vocab["kind"] == "subword" and tok.check(json.loads(json.dumps(vocab))) == vocab
     import tokenizers
@@ -603,15 +541,11 @@ def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_bac
     monkeypatch.setattr(tok, "BLOCK", 50)
     assert b"".join(tok.decode_blocks(vocab, want)) == text
     assert tok.one_id(vocab, "<|end|>", "reset_on") == 0 and tok.decode(vocab, [tok.start_id(vocab)]) == b"\n"
-
-
-def test_a_text_in_subwords_is_prepared_and_read_in_other_vocabularies(tmp_path):
-    file, text = subword_file(tmp_path), write(tmp_path / "mixed.txt", PROSE.encode() * 9)
-    assert call(prepare.main, text, out=tmp_path / "tokens", tokenizer=file).code is None
-    tokens, corpus, own = prepare.load(tmp_path / "tokens"), prepare.load(text, str(file)), prepare.load(text)
-    assert (tokens.tokens_sha256, tokens.vocab) == (corpus.tokens_sha256, corpus.vocab)
-    assert corpus.n_bytes == own.n_bytes
-    assert prepare.load(tmp_path / "tokens", vocab={"kind": "byte"}).tokens_sha256 == own.tokens_sha256
+    path = write(tmp_path / "prose.txt", text)
+    assert call(prepare.main, path, out=tmp_path / "tokens", tokenizer=file).code is None
+    own, tokens = prepare.load(path), prepare.load(tmp_path / "tokens")
+    assert tokens.tokens_sha256 == prepare.load(path, str(file)).tokens_sha256 and tokens.n_bytes == own.n_bytes
+    assert prepare.load(tmp_path / "tokens", vocab=own.vocab).tokens_sha256 == own.tokens_sha256
 
 
 def test_a_broken_tokenizer_json_and_a_missing_library_are_one_line(tmp_path, monkeypatch):

@@ -34,14 +34,10 @@ def without(*names):
     return lambda state: {old: array for old, array in state.items() if not any(name in old for name in names)}
 
 
-def plus(old, array, *layers):
-    """Sets an array, or those of such a name in `layers`."""
-    names = [LAYERS.format(i=i) + old for i in layers] or [old]
-    return lambda state: state | dict.fromkeys(names, array)
-
-
 def ones(old, *shape, layers=()):
-    return plus(old, np.ones(shape), *layers)
+    """Sets an array of ones, or those of such a name in `layers`."""
+    names = [LAYERS.format(i=i) + old for i in layers] or [old]
+    return lambda state: state | dict.fromkeys(names, np.ones(shape))
 
 
 def variant(**options):
@@ -101,25 +97,6 @@ def test_hugging_face_names_become_our_config_and_parameters_and_shared_and_tied
     assert cfg == want and jax.tree.structure(got) == jax.tree.structure(params) and worst(got, params) == 0
 
 
-def test_one_of_the_tied_copies_may_not_be_missing_and_none_be_too_many():
-    tied = variant(tie_weight=True, tie_projs=(True, True, True))
-    state = foreign(make_params(tied), tied)
-    with pytest.raises(ValueError, match="out_3 unexpected"):
-        convert(state | {"crit.out_layers.3.weight": np.ones((1, 1))}, **OPTIONS)
-    for i in range(3):
-        for old, ours in ((f"out_layers.{i}.weight", f"out_{i}"), (f"out_projs.{i}", f"out_proj_{i}")):
-            with pytest.raises(ValueError, match=f"{ours} missing"):
-                convert(without(old)(state), **OPTIONS)
-
-
-def test_the_original_numbers_its_tail_clusters_in_reverse_and_hugging_face_in_order():
-    params = make_params(CFG)
-    for layout, step in (("hf", 1), ("pytorch", -1)):
-        _, got = convert(foreign(params, CFG), **OPTIONS | {"layout": layout})
-        np.testing.assert_array_equal(got["cluster"], params["cluster"][::step])
-        np.testing.assert_array_equal(got["cluster_bias"], params["cluster_bias"][::step])
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in REFERENCE.glob("*.npz")))
 def test_the_config_of_every_reference_is_inferred(name):
     want, arrays = load_reference(name)
@@ -133,36 +110,25 @@ def test_the_config_of_every_reference_is_inferred(name):
     assert not cfg.untie_r and params["embed_0"].dtype == np.float64
 
 
-SEVERAL = {f"{LAYERS.format(i=i)}pos_ff.CoreNet.0.bias": np.ones(15) for i in range(2)}
-SEVERAL |= {"crit.cluster_weight": np.ones((2, 9)), "transformer.word_emb.emb_layers.3.weight": np.ones((1, 1))}
+NETS = "dec_attn.qkv_net.weight", "dec_attn.r_net.weight"
 BROKEN = [  # what is changed in the source or in the options, words of the one line
     (ones("transformer.h.0.attn", 2, 3), {}, "unknown array 'transformer.h.0.attn' (2, 3)"),
     (without("layers.1.pos_ff.CoreNet.3.bias"), {}, "missing array 'b_2' of layers [1]"),
-    (without("layers.0."), {}, "missing array 'w_qkv' of layers [0]"),
     (without("layers."), {}, "missing array 'w_qkv' of layers all"),
     (ones("pos_ff.CoreNet.3.bias", 10, layers=[2]), {}, "missing array 'w_qkv' of layers [2]"),
     (without("emb_layers.0", "emb_layers.1"), {}, "missing array 'embed_0', 'embed_1': "),
-    (without("emb_projs.2", "out_projs.2"), {}, "embed_proj_2 missing"),
     (without("out_layers.0.w", "out_layers.2.w"), {}, "out_0 missing; out_2 missing"),
-    (without("r_w_bias"), {}, "missing array 'u'"),
-    (without("layers.0.dec_attn.r_w_bias"), {}, "missing array 'u' of layers [0]"),
     (ones("crit.out_layers.3.weight", 1, 1), {}, "out_3 unexpected"),
     (ones("module.layers.1.dec_attn.r_net.weight", 15, 10), {}, "array 'w_r' is set twice"),
     (ones("transformer.r_w_bias", 3, 5), {}, "array 'u' is set for all layers and differs in layers [0, 1]"),
-    (ones("dec_attn.r_net.weight", 12, 10, layers=[0, 1]), {}, "layers/w_r is (2, 10, 3, 4), wanted (2, 10, 3, 5)"),
     (ones("dec_attn.r_w_bias", 3, 6, layers=[1]), {}, "array 'u' is (3, 6) in layer 1, wanted (3, 5)"),
-    (ones("dec_attn.qkv_net.weight", 44, 10, layers=[0, 1]), {}, "array 'w_qkv' has 44 rows, wanted 3 x"),
-    (ones("dec_attn.r_net.weight", 14, 10, layers=[0, 1]), {}, "n_head=3 does not divide 14 channels of 'w_r'"),
-    (ones("dec_attn.r_net.weight", 150, layers=[0]), {}, "dec_attn.r_net.weight' is (150,), wanted 2 dimensions"),
-    (ones("dec_attn.r_net.weight", 15, 10, layers=[10**9]), {}, "weight' has a number beyond all 45 arrays"),
-    (lambda state: without("out_layers.1.bias", "cluster_bias")(state) | SEVERAL, dict(cutoffs=(6, 18)),
-     "arrays do not fit the config: cluster is (2, 9), wanted (2, 8); cluster_bias missing; "
-     "embed_1 is (11, 4), wanted (12, 4); embed_3 unexpected; layers/b_1 is (2, 15), wanted (2, 14); "
-     "out_1 is (11, 4), wanted (12, 4); out_bias_1 missing: "),
+    (ones(NETS[0], 44, 10, layers=[0, 1]), {}, "array 'w_qkv' has 44 rows, wanted 3 x"),
+    (ones(NETS[1], 12, 10, layers=[0, 1]), {}, "layers/w_r is (2, 10, 3, 4), wanted (2, 10, 3, 5)"),
+    (ones(NETS[1], 15, 10, layers=[10**9]), {}, "weight' has a number beyond all 45 arrays"),
+    (ones("pos_ff.CoreNet.0.bias", 15, layers=[0, 1]), {}, "layers/b_1 is (2, 15), wanted (2, 14)"),
     *((dict, dict(n_head=n), f"n_head={n} does not divide 15 channels of 'w_qkv'") for n in (4, 0, -3)),
     (dict, dict(n_head=5), "u is (2, 3, 5), wanted (2, 5, 3)"),
     (dict, dict(layout="tf"), "layout='tf' is unknown"),
-    (dict, dict(cutoffs=(6,)), "unexpected"),
 ]  # fmt: skip
 
 
@@ -308,32 +274,23 @@ OTHER = {"n_head": "3", "tie_projs": 1, "attn_type": 2}
 NO_MEMORY = "mem_len=0 is out of range, since with same_length it counts the query itself: give 1 or more"
 SPOILT = {  # what is done to the files, source, flags, words
     "no such file": (gone("model.npz"), "model.npz", FILE, ["model.npz: no such file"]),
-    "no layout": (None, "model.npz", dict(n_head=3), ["model.npz does not say --layout, --mem_len"]),
-    "an unknown layout": (None, "model.npz", FILE | dict(layout="tf"), ["--layout", "'tf'"]),
     "a flag for a folder": (None, "hf", dict(n_head=3), ["config.json says --n_head: leave it out"]),
     "no weights": (gone(WEIGHTS), "hf", {}, ["no model.safetensors or pytorch_m"]),
-    "a broken config": (put("hf/config.json", b"{"), "hf", {}, ["config.json: no usable config"]),
     "a config of another kind": (put("hf/config.json", OTHER), "hf", {}, [
         "n_head '3', mem_len 'missing'", "tie_projs 1, attn_type 2: not a Transformer-XL"]),
     "a config of no memory": (put("hf/config.json", CONFIG | {"mem_len": 0}), "hf", {}, [NO_MEMORY]),
-    "a damaged .npz": (put("model.npz", b"PK5"), "model.npz", FILE, ["model.npz is damaged"]),
     "a cut .safetensors": (put(WEIGHTS, safetensors(STATE)[:-4]), "hf", {}, DAMAGED),
     "a .safetensors that is none": (put(WEIGHTS, b"\xff" * 99), "hf", {}, DAMAGED),
     "arrays that share bytes": (
         put(WEIGHTS, safetensors(STATE, data_offsets=[0, 4000], shape=[1000])), "hf", {}, ["arrays that overlap"]),
     "integers": (put(WEIGHTS, safetensors(STATE, dtype="I32")), "hf", {}, ["than floats"]),
-    "less than no memory": (None, "model.npz", FILE | dict(mem_len=-3), ["mem_len=-3 is out of range: give 0"]),
     "no vocabulary": (None, "model.npz", FILE | dict(vocab=""), ["29 ids", "--vocab FILE"]),
     "a short vocabulary": (put("vocab.txt", "\n".join(WORDS[:28]).encode()), "hf", {}, ["vocab.txt has 28", "hf 29"]),
-    "a vocabulary that is not there": (None, "hf", dict(vocab="none.txt"), ["none.txt"]),
     "a folder of a run": (put("best.npz", b""), "hf", dict(out="."), ["holds a run"]),
-    **{f"the index {data}": (index(data), "hf", {}, ["model.safetensors.index.json: no index of files"])
-       for data in (b"{", b"[]", b'{"weight_map": {"a": "../model.npz"}}', b'{"weight_map": {"a": [1]}}')},
+    "an index that leaves its folder": (index(b'{"weight_map": {"a": "../model.npz"}}'), "hf", {}, ["no index of"]),
     "another kind of weights": (put("tf_model.h5", b"\x89HDF\r\n"), "tf_model.h5", FILE, NONE_OF),
-    "an empty file": (put("a.pt", b""), "a.pt", FILE, NONE_OF),
     "a nasty array": (
         lambda here: np.savez("model.npz", **STATE | {NASTY: np.ones(3)}), "model.npz", FILE, ESCAPED),
-    "a nasty part of the weights": (index({"weight_map": {"a": NASTY}}), "hf", {}, ESCAPED),
     "a nasty global of a pickle": (put("vocab.txt", b"\x80\x04" + NAMED + b"\x93."), "hf", {}, ESCAPED),
 }  # fmt: skip
 
@@ -384,15 +341,12 @@ def zipped(data, method=zipfile.ZIP_STORED):
 
 
 VOCABS = {
-    "a text": ("v.txt", "\n".join(SYMBOLS).encode()),
     "a text with CRLF": ("v", ("\r\n".join(SYMBOLS) + "\r\n").encode()),
-    "a text with CR": ("v.txt", ("\r".join(SYMBOLS) + "\r").encode()),
     "a text with a byte order mark": ("v.txt", "\ufeff".encode() + "\n".join(SYMBOLS).encode()),
-    "JSON with one": ("v.json", "\ufeff".encode() + json.dumps(OURS).encode()),
-    "our JSON": ("v.json", json.dumps(OURS).encode()),
+    "our JSON with one": ("v.json", "\ufeff".encode() + json.dumps(OURS).encode()),
     "JSON of ids by symbol": ("vocab.json", json.dumps({s: i for i, s in list(enumerate(SYMBOLS))[::-1]}).encode()),
     "our meta.json": ("meta.json", json.dumps({"vocab": OURS, "dtype": "uint8"}).encode()),
-    **{f"a pickle, protocol {n}": ("vocab.pkl", pickle.dumps(HELD, n)) for n in (2, 3, 4, 5)},
+    "a pickle, protocol 5": ("vocab.pkl", pickle.dumps(HELD, 5)),
     "torch.save": ("vocab.bin", zipped(pickle.dumps(HELD, 2))),
     "torch.save of old": ("vocab.bin", b"".join(pickle.dumps(x, 2) for x in (2**77 + 1, 1001, {"x": 2}, HELD, []))),
     "ids alone": ("vocab.pkl", pickle.dumps({"sym2idx": dict(list(HELD["sym2idx"].items())[::-1]), "idx2sym": []})),
@@ -412,7 +366,6 @@ def test_single_characters_are_a_char_vocabulary_and_bytes_are_asked_for_by_name
     assert tokenizer.size(import_checkpoint.read_vocabulary("byte")) == 256
 
 
-ZIP = zipped(pickle.dumps(HELD, 2))
 NO_PICKLE = "is no pickle of plain containers with idx2sym or sym2idx"
 MEAN = {
     "a bomb": ("v.pkl", pickle.dumps(HELD | {"x": Bomb()}), "io.open"),
@@ -420,18 +373,12 @@ MEAN = {
     "a bomb in what torch saved": ("v.bin", zipped(pickle.dumps({"idx2sym": Bomb()}, 2)), "io.open"),
     "a class by its old opcode": ("v.pkl", b"\x80\x02(S'x'\nios\nsystem\n.", "it has the opcode INST"),
     "an object of its own": ("v.pkl", pickle.dumps({"idx2sym": np.ones(2)}), "it names numpy."),
-    "a cut pickle": ("v.pkl", pickle.dumps(HELD)[:-9], "v.pkl is no pickle"),
-    "a call of what is no class": ("v.pkl", b"\x80\x02K\x01)R.", "it has the opcode REDUCE"),
-    "an empty stack": ("v.pkl", b"\x80\x02\x85.", "v.pkl is no pickle"),
-    "a key as deep as its file is long": ("v.pkl", b"\x80\x02})" + b"\x85" * 10**6 + b"Ns.", NO_PICKLE),
-    "a cut zip": ("v.bin", ZIP[:60] + ZIP[75:], NO_PICKLE),
+    "a key as deep as its file is long": ("v.pkl", b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.", NO_PICKLE),
     "a zip bomb": ("v.bin", zipped(pickle.dumps(HELD), zipfile.ZIP_DEFLATED), "a zip without a stored data.pkl"),
     "symbols of another kind": ("v.pkl", pickle.dumps({"idx2sym": ["a", ["b"]]}), "a symbol that is no text"),
     "ids that do not agree": ("v.pkl", pickle.dumps(HELD | {"idx2sym": SYMBOLS[::-1]}), "do not agree on ids"),
     "no text": ("v.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
-    "no JSON": ("v.json", b"{", "v.json is no JSON"),
     "JSON of ids with a gap": ("v.json", b'{"<eos>": 0, "<unk>": 2}', "no JSON of a vocabulary (the ids are not"),
-    "JSON of another kind": ("v.json", b'{"vocab": [1]}', "v.json: vocabulary of kind '[1]'"),
     "counts beside words": ("v.txt", b"<eos> 12\n<unk> 7", "v.txt: word vocabulary with the symbol '<eos> 12'"),
 }
 
@@ -469,13 +416,11 @@ def test_a_vocabulary_takes_no_more_memory_than_a_hundred_times_its_file(tmp_pat
 @pytest.mark.parametrize("dtype, value", [("float16", np.inf), ("float32", np.nan), ("float64", -1e39)])
 def test_numbers_that_float32_does_not_hold_are_refused_and_their_arrays_named(dtype, value, here):
     bad = {"crit.cluster_bias": np.array([1, value], dtype), "crit.out_layers.0.bias": np.full(6, value, dtype)}
-    np.savez("model.npz", **STATE | bad)
     names = "array 'crit.cluster_bias', 'crit.out_layers.0.bias' holds NaN or infinite numbers"
+    np.savez("model.npz", **STATE | bad)
     not_imported("model.npz", names, "or larger ones than float32 can", **FILE)
     put(WEIGHTS, safetensors(STATE | bad))(here)
     not_imported("hf", names)
-    np.savez("model.npz", **{name: np.full(a.shape, value, dtype) for name, a in STATE.items()})
-    not_imported("model.npz", " and 38 more holds NaN", **FILE)
     assert not (here / "run").exists()
 
 
@@ -534,15 +479,8 @@ def test_what_a_checkpoint_says_reaches_the_terminal_in_one_line_and_escaped(cha
     assert not flags.CONTROL.search(outcome.code + outcome.out + outcome.err)
 
 
-def test_a_run_shows_its_sample_and_the_versions_of_a_checkpoint_escaped(here):
+def test_the_sample_that_training_shows_is_escaped(here):
     put("text.bin", TEXT[:3000])(here)
-    flags_given = TINY | dict(data="text.bin", n_layer=1, optimizer="adam", eval_every=9)
-    first = call(train.main, out="run", steps=1, **flags_given)
-    assert first.code is None and "\\x1" in first.out  # 200 bytes are drawn from all 256
-    meta, arrays = raw("run/last.npz")
-    meta["run"]["versions"]["jax"] = NASTY
-    write_raw("run/last.npz", meta, arrays)
-    resumed = call(train.main, resume="run", steps=2, **flags_given)
-    assert resumed.code is None and "1b]0;t" in resumed.err and "\ntrain.py: done" not in resumed.err
-    for outcome in (first, resumed):
-        assert not flags.CONTROL.search(outcome.out + outcome.err)
+    outcome = call(train.main, out="run", steps=1, **TINY | dict(data="text.bin", n_layer=1, eval_every=9))
+    assert outcome.code is None and "\\x1" in outcome.out  # 200 bytes are drawn from all 256
+    assert not flags.CONTROL.search(outcome.out + outcome.err)
