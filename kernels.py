@@ -70,8 +70,29 @@ def _load(part, tile, N):
     return part.ref[part.at(tile, N)]
 
 
+def _write(left, right, slot, scratch, tiles):
+    """Writes [N, N] arrays side by side where all threads of a program on a GPU can read them.
+
+    slot, 0 or 1: not that of the call before, so that one barrier will do.
+    """
+    [ref], N = scratch, tiles.N
+    ref[pl.ds(slot * N, N), pl.ds(0, N)] = left
+    ref[pl.ds(slot * N, N), pl.ds(N, N)] = right
+    if not tiles.interpret:
+        plgpu.debug_barrier()
+
+
+def _reread(half, scratch, tiles):
+    """The half, 0 or 1, of slot 1 as it was written.
+
+    Triton computes a product once for each half of the warps if another product takes what it gave from registers.
+    """
+    [ref], N = scratch, tiles.N
+    return ref[pl.ds(N, N), pl.ds(half * N, N)]
+
+
 def _roll(x, slot, scratch, tiles, left=False):
-    """x [N, N] with row a rolled by a + 1. slot, 0 or 1: not that of the call before, so that one barrier will do."""
+    """x [N, N] with row a rolled by a + 1; slot: see `_write`."""
     N = tiles.N
     a, b = (lax.broadcasted_iota(jnp.int32, (N, N), axis) for axis in (0, 1))
     if tiles.device == "tpu" and not left:
@@ -80,11 +101,8 @@ def _roll(x, slot, scratch, tiles, left=False):
         for step in (1 << bit for bit in range(N.bit_length() - 1)):
             x = jnp.where((a + 1) & step != 0, pltpu.roll(x, N - step, 1), x)
         return x
+    _write(x, x, slot, scratch, tiles)  # twice, so that reading needs no modulo and its addresses no registers
     [ref] = scratch
-    for half in (0, N):  # twice side by side, so that reading needs no modulo and its addresses no registers
-        ref[pl.ds(slot * N, N), pl.ds(half, N)] = x
-    if not tiles.interpret:
-        plgpu.debug_barrier()
     return ref[slot * N + a, (a + 1 if left else N - 1 - a) + b]
 
 
@@ -135,11 +153,14 @@ def _forward(i, arrays, scratch, tiles):
     return acc / total, top + jnp.log(total)
 
 
-def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
-    """Weights of tile i, j and gradients of its scores. queries: the arrays of `_dq`, tile i; band: blocks g, g + 1."""
+def _rebuilt(i, j, queries, k, v, band, scratch, tiles):
+    """Weights of tile i, j and gradients of its scores; uses slot 0.
+
+    queries: the arrays of `_dq`, tile i; band: blocks g, g + 1 of r.
+    """
     q_u, q_v, kv_start, do, lse, delta = queries
     low, high = (_dot(q_v, r, (1, 1)) for r in band)
-    weights = jnp.exp(_scores(q_u, k, low, high, kv_start, i, j, slot, scratch, tiles) - lse)
+    weights = jnp.exp(_scores(q_u, k, low, high, kv_start, i, j, 0, scratch, tiles) - lse)
     return weights, weights * (_dot(do, v, (1, 1)) - delta)
 
 
@@ -153,8 +174,10 @@ def _dq(i, arrays, scratch, tiles):
         sum_u, sum_v, before = carry
         keys, g = _load(k, j, N), j - i + tiles.n - 1
         band = _load(r, g, N), _load(r, g + 1, N)
-        _, ds = _rebuilt(i, j, queries, keys, _load(v, j, N), band, 0, scratch, tiles)
+        _, ds = _rebuilt(i, j, queries, keys, _load(v, j, N), band, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
+        if tiles.device == "gpu":
+            ds = _reread(0, scratch, tiles)
         # All of block g: this tile's part, and what the tile before has left, whose g + 1 it was.
         block = jnp.where(_in_low(N), turned, before).astype(keys.dtype)
         return sum_u + _dot(ds.astype(keys.dtype), keys), sum_v + _dot(block, band[0]), turned
@@ -173,7 +196,10 @@ def _dkv(j, arrays, scratch, tiles):
     def body(i, carry):
         sum_k, sum_v = carry
         queries, g = [_load(a, i, N) for a in of_queries], j - i + tiles.n - 1
-        weights, ds = _rebuilt(i, j, queries, k, v, (_load(r, g, N), _load(r, g + 1, N)), i & 1, scratch, tiles)
+        weights, ds = _rebuilt(i, j, queries, k, v, (_load(r, g, N), _load(r, g + 1, N)), scratch, tiles)
+        if tiles.device == "gpu":
+            _write(weights, ds, 1, scratch, tiles)
+            weights, ds = _reread(0, scratch, tiles), _reread(1, scratch, tiles)
         sum_k += _dot(ds.astype(k.dtype), queries[0], (0, 0))
         return sum_k, sum_v + _dot(weights.astype(v.dtype), queries[3], (0, 0))
 
@@ -190,7 +216,7 @@ def _dr(p, arrays, scratch, tiles, sums=None):
 
     def body(i, sums):
         j, queries = i + tiles.m - d, [_load(a, i, N) for a in of_queries]
-        _, ds = _rebuilt(i, j, queries, _load(k, j, N), _load(v, j, N), band, 0, scratch, tiles)
+        _, ds = _rebuilt(i, j, queries, _load(k, j, N), _load(v, j, N), band, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
         parts = jnp.where(_in_low(N), turned, 0), jnp.where(_in_low(N), 0, turned)
         return tuple(total + _dot(part.astype(band[0].dtype), queries[1], (0, 0)) for total, part in zip(sums, parts))
