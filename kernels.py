@@ -328,34 +328,69 @@ def _run(kernel, count, arrays, cut, out, tiles):
     return [a.reshape(like.shape) for a, like in zip(got, out)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(tiles, q_u, q_v, k, v, r, kv_start):
-    """Attention of whole tiles: r [1, H, S + N, K] has a tile of zeros at the end, kv_start is [B, 1, T, 1]."""
-    return _attention_forward(tiles, q_u, q_v, k, v, r, kv_start)[0]
+def _pad(a, rows, channels=None):
+    """a [B, H, rows, channels] with zeros before its rows and after its channels."""
+    return jnp.pad(a, ((0, 0), (0, 0), (rows - a.shape[2], 0), (0, (channels or a.shape[3]) - a.shape[3])))
 
 
-def _attention_forward(tiles, q_u, q_v, k, v, r, kv_start):
-    row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
-    out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)
+def _map_rows(function, at_once, *arrays):
+    """function of arrays [B, ...], for at_once rows at a time: padded copies are of these rows alone."""
+    if at_once == len(arrays[0]):
+        return function(*arrays)
+    out = lax.map(lambda some: function(*some), [a.reshape(-1, at_once, *a.shape[1:]) for a in arrays])
+    return [a.reshape(-1, *a.shape[2:]) for a in out]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(tiles, at_once, q_u, q_v, k, v, r, kv_start):
+    """Attention of rows at_once at a time: r [1, H, S + N, K] has a tile of zeros at the end, kv_start is [B, 1, T, 1].
+
+    Both are whole tiles already, and r has as many channels as the kernels need.
+    """
+    return _attention_forward(tiles, at_once, q_u, q_v, k, v, r, kv_start)[0]
+
+
+def _attention_forward(tiles, at_once, q_u, q_v, k, v, r, kv_start):
+    T, K = q_u.shape[2:]
+    n_queries, n_keys, channels = tiles.n * tiles.N, (tiles.n + tiles.m) * tiles.N, r.shape[3]
+
+    def some_rows(q_u, q_v, k, v, kv_start):
+        q_u, q_v = (_pad(a, n_queries, channels) for a in (q_u, q_v))
+        k, v = (_pad(a, n_keys, channels) for a in (k, v))
+        row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
+        out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)
+        return out[:, :, -T:, :K], lse
+
+    out, lse = _map_rows(some_rows, at_once, q_u, q_v, k, v, kv_start)
     return out, (q_u, q_v, k, v, r, kv_start, out, lse)
 
 
-def _attention_backward(tiles, kept, do):
+def _attention_backward(tiles, at_once, kept, do):
     q_u, q_v, k, v, r, kv_start, out, lse = kept
+    T, K, H = *q_u.shape[2:], k.shape[1]
+    n_queries, n_keys, channels = tiles.n * tiles.N, (tiles.n + tiles.m) * tiles.N, r.shape[3]
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1, keepdims=True)
-    arrays, n_keys, count = (q_u, q_v, kv_start, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
-    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)
-    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)
-    (B, H, _, K), N = k.shape, tiles.N
+    count = tiles.reach + 1
     # Sums over rows where the diagonals of all heads occupy the device without them.
-    n_rows = max(min(PROGRAMS // (H * count), B), 1) if tiles.device == "gpu" else B
-    part = jax.ShapeDtypeStruct((n_rows, H, count * N, K), jnp.float32)
-    low, high = (a.sum(0) for a in _run(_dr, count, arrays, [0] * 9, [part, part], tiles))
+    n_rows = max(min(PROGRAMS // (H * count), at_once), 1) if tiles.device == "gpu" else at_once
+    part = jax.ShapeDtypeStruct((n_rows, H, count * tiles.N, channels), jnp.float32)
+
+    def some_rows(q_u, q_v, kv_start, do, lse, delta, k, v):
+        q_u, q_v, do = (_pad(a, n_queries, channels) for a in (q_u, q_v, do))
+        k, v = (_pad(a, n_keys, channels) for a in (k, v))
+        arrays = q_u, q_v, kv_start, do, lse, _pad(delta, n_queries), k, v, r
+        of_queries = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)
+        of_keys = _run(_dkv, tiles.n + tiles.m, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)
+        of_r = _run(_dr, count, arrays, [0] * 9, [part, part], tiles)
+        return *(a[:, :, -T:, :K] for a in of_queries), *(a[:, :, -k_len:, :K] for a in of_keys), *of_r
+
+    k_len = k.shape[2]
+    *gradients, low, high = _map_rows(some_rows, at_once, q_u, q_v, kv_start, do, lse, delta, k, v)
     # A block of r has been g of one diagonal and g + 1 of the next. Diagonals end at the last block but the zeros.
-    before = n_keys - count
-    pad = lambda a, before, after: jnp.pad(a, ((0, 0), (before * N, after * N), (0, 0)))
-    dr = (pad(low, before, 1) + pad(high, before + 1, 0))[None]
-    return dq_u, dq_v, dk, dv, dr.astype(r.dtype), None
+    before = (tiles.n + tiles.m - count) * tiles.N
+    pad = lambda a, before, after: jnp.pad(a.sum(0), ((0, 0), (before, after), (0, 0)))
+    dr = (pad(low, before, tiles.N) + pad(high, before + tiles.N, 0))[None]
+    return *gradients, dr.astype(r.dtype), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -379,11 +414,13 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block=None, window=None, drop=None
         raise ValueError(f"attention=pallas knows no dropatt and no {q_u.dtype}: give chunked or dense")
     T, K, S = *q_u.shape[2:], k.shape[2]
     N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
-    pad_t, pad_s, pad_k = -T % N, -S % N, max(16, 1 << (K - 1).bit_length()) - K
-    pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, pad_k)))
-    kv_start = jnp.pad(jnp.maximum(kv_start, 0) + pad_s, ((0, 0), (pad_t, 0)))
-    n, n_keys = (T + pad_t) // N, (S + pad_s) // N
+    n, n_keys, channels = -(-T // N), -(-S // N), max(16, 1 << (K - 1).bit_length())
     reach = min(-(-((window or S) - 1) // N), n_keys - 1)
     tiles = Tiles(N, n, n_keys - n, reach, device, interpret)
-    arrays = pad(q_u, pad_t), pad(q_v, pad_t), pad(k, pad_s), pad(v, pad_s), pad(r[None, :, :S], pad_s, N)
-    return _attention(tiles, *arrays, kv_start[:, None, :, None])[:, :, pad_t:, :K]
+    kv_start = jnp.pad(jnp.maximum(kv_start, 0) + n_keys * N - S, ((0, 0), (n * N - T, 0)))
+    r = jnp.pad(_pad(r[None, :, :S], n_keys * N, channels), ((0, 0), (0, 0), (0, N), (0, 0)))
+    at_once, (B, H) = len(q_u), q_u.shape[:2]
+    if device == "gpu" and (n * N, n_keys * N, channels) != (T, S, K):  # as few rows as occupy all programs twice
+        enough = [rows for rows in range(1, B + 1) if B % rows == 0 and rows * H * n >= 2 * PROGRAMS]
+        at_once = min(enough, default=B)
+    return _attention(tiles, at_once, q_u, q_v, k, v, r, kv_start[:, None, :, None])

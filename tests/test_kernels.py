@@ -94,9 +94,10 @@ def test_outputs_and_gradients_are_those_of_dense_attention(name):
     assert blind.any() == (name == "documents and queries that see nothing")
 
 
-def test_programs_that_walk_over_many_tiles_give_the_same(monkeypatch):
+@pytest.mark.parametrize("n_programs", [7, 17])  # one row at a time, and both at once
+def test_programs_that_walk_over_many_tiles_give_the_same(n_programs, monkeypatch):
     name = "documents and queries that see nothing"  # 5 tiles of queries, 3 heads, 2 rows: none shares a divisor with 7
-    monkeypatch.setattr(kernels, "PROGRAMS", 7)
+    monkeypatch.setattr(kernels, "PROGRAMS", n_programs)
     got, want = compare(name, jnp.float32, "gpu")
     assert worst(got, want) < 5e-6
 
