@@ -13,12 +13,13 @@ letters, those with block g + 1 in capitals:
     a = 3         a b c d             a b c d         where a + c >= N - 1 and to block g + 1 elsewhere.
 
 The roll goes through a scratch slice of the program's own on a GPU (in global memory, but it stays in cache): a fixed
-number of programs walks over all tiles, so that scratch grows with nothing. It is one instruction on a TPU. Letters as
+number of programs walks over all tiles, so that scratch grows with nothing. So do gradients of scores: see `_reread`. It is one instruction on a TPU. Letters as
 in txl.py, but N is a tile's size, i and j are tiles of queries and of keys, and n and m count them: tiles of queries,
 tiles of keys before those of query 0.
 
-Who changes attention in txl.py changes `_scores` and `_rebuilt` here too, or deletes this file: --attention pallas
-computes what stands here. tests/test_kernels.py compares both, through the model as well.
+Who changes attention in txl.py changes `_scores` and `_rebuilt` here too (for a term with weights of its own also the
+sums in `_dq`, `_dkv` and `_dr`), or deletes this file: --attention pallas computes what stands here.
+tests/test_kernels.py compares both, through the model as well, and fails until they agree.
 """
 
 import math
@@ -402,10 +403,19 @@ def check(device):
         raise ValueError(f"attention=pallas runs on a gpu or a tpu, this is a {device}: give auto, chunked or dense")
 
 
+def best_block(device, dtype):
+    """Queries and keys of a tile. On a GPU larger ones spill registers; no other sizes were compared, and none timed."""
+    if device == "tpu":
+        return 128
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # none where a GPU is compiled for only
+    has_wgmma = capability.partition(".")[0] not in ("7", "8")  # products from shared memory, from Hopper on
+    return 64 if dtype == jnp.bfloat16 and has_wgmma else 32
+
+
 def attention(q_u, q_v, k, v, r, kv_start, *, block=None, window=None, drop=None, device=None, interpret=False):
     """`attention` of txl.py, with its arguments and result, for float32 and bfloat16; drop must be None.
 
-    block: queries and keys of a tile, a power of two and at least 16; None: what the device runs best.
+    block: queries and keys of a tile, a power of two and at least 16; None: `best_block`.
     device: gpu or tpu, None: the one that is there; interpret: run that one's program on any device, for tests.
     """
     device = device or jax.default_backend()
@@ -413,7 +423,7 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block=None, window=None, drop=None
     if drop is not None or q_u.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"attention=pallas knows no dropatt and no {q_u.dtype}: give chunked or dense")
     T, K, S = *q_u.shape[2:], k.shape[2]
-    N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
+    N = block or best_block(device, q_u.dtype)
     n, n_keys, channels = -(-T // N), -(-S // N), max(16, 1 << (K - 1).bit_length())
     reach = min(-(-((window or S) - 1) // N), n_keys - 1)
     tiles = Tiles(N, n, n_keys - n, reach, device, interpret)
