@@ -13,7 +13,7 @@ letters, those with block g + 1 in capitals:
     a = 3         a b c d             a b c d         where a + c >= N - 1 and to block g + 1 elsewhere.
 
 The roll goes through a scratch slice of the program's own on a GPU (in global memory, but it stays in cache): a fixed
-number of programs walks over all tiles, so that scratch grows with nothing. So do gradients of scores: see `_reread`. It is one instruction on a TPU. Letters as
+number of programs walks over all tiles, so that scratch grows with nothing. It is one instruction on a TPU. Letters as
 in txl.py, but N is a tile's size, i and j are tiles of queries and of keys, and n and m count them: tiles of queries,
 tiles of keys before those of query 0.
 
@@ -404,7 +404,7 @@ def check(device):
 
 
 def best_block(device, dtype):
-    """Queries and keys of a tile. On a GPU larger ones spill registers; no other sizes were compared, and none timed."""
+    """Queries and keys of a tile. On a GPU larger ones spill registers; none of them was timed."""
     if device == "tpu":
         return 128
     capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # none where a GPU is compiled for only
