@@ -17,8 +17,9 @@ number of programs walks over all tiles, so that scratch grows with nothing. It 
 in txl.py, but N is a tile's size, i and j are tiles of queries and of keys, and n and m count them: tiles of queries,
 tiles of keys before those of query 0.
 
-Who changes attention in txl.py changes `_scores` and `_rebuilt` here too, or deletes this file: --attention pallas
-computes what stands here. tests/test_kernels.py compares both, through the model as well.
+Who changes attention in txl.py changes `_scores` and `_rebuilt` here too (for a term with weights of its own also the
+sums in `_dq`, `_dkv` and `_dr`), or deletes this file: --attention pallas computes what stands here.
+tests/test_kernels.py compares both, through the model as well, and fails until they agree.
 """
 
 import math
@@ -70,8 +71,29 @@ def _load(part, tile, N):
     return part.ref[part.at(tile, N)]
 
 
+def _write(left, right, slot, scratch, tiles):
+    """Writes [N, N] arrays side by side where all threads of a program on a GPU can read them.
+
+    slot, 0 or 1: not that of the call before, so that one barrier will do.
+    """
+    [ref], N = scratch, tiles.N
+    ref[pl.ds(slot * N, N), pl.ds(0, N)] = left
+    ref[pl.ds(slot * N, N), pl.ds(N, N)] = right
+    if not tiles.interpret:
+        plgpu.debug_barrier()
+
+
+def _reread(half, scratch, tiles):
+    """The half, 0 or 1, of slot 1 as it was written.
+
+    Triton computes a product once for each half of the warps if another product takes what it gave from registers.
+    """
+    [ref], N = scratch, tiles.N
+    return ref[pl.ds(N, N), pl.ds(half * N, N)]
+
+
 def _roll(x, slot, scratch, tiles, left=False):
-    """x [N, N] with row a rolled by a + 1. slot, 0 or 1: not that of the call before, so that one barrier will do."""
+    """x [N, N] with row a rolled by a + 1; slot: see `_write`."""
     N = tiles.N
     a, b = (lax.broadcasted_iota(jnp.int32, (N, N), axis) for axis in (0, 1))
     if tiles.device == "tpu" and not left:
@@ -80,11 +102,8 @@ def _roll(x, slot, scratch, tiles, left=False):
         for step in (1 << bit for bit in range(N.bit_length() - 1)):
             x = jnp.where((a + 1) & step != 0, pltpu.roll(x, N - step, 1), x)
         return x
+    _write(x, x, slot, scratch, tiles)  # twice, so that reading needs no modulo and its addresses no registers
     [ref] = scratch
-    for half in (0, N):  # twice side by side, so that reading needs no modulo and its addresses no registers
-        ref[pl.ds(slot * N, N), pl.ds(half, N)] = x
-    if not tiles.interpret:
-        plgpu.debug_barrier()
     return ref[slot * N + a, (a + 1 if left else N - 1 - a) + b]
 
 
@@ -135,11 +154,14 @@ def _forward(i, arrays, scratch, tiles):
     return acc / total, top + jnp.log(total)
 
 
-def _rebuilt(i, j, queries, k, v, band, slot, scratch, tiles):
-    """Weights of tile i, j and gradients of its scores. queries: the arrays of `_dq`, tile i; band: blocks g, g + 1."""
+def _rebuilt(i, j, queries, k, v, band, scratch, tiles):
+    """Weights of tile i, j and gradients of its scores; uses slot 0.
+
+    queries: the arrays of `_dq`, tile i; band: blocks g, g + 1 of r.
+    """
     q_u, q_v, kv_start, do, lse, delta = queries
     low, high = (_dot(q_v, r, (1, 1)) for r in band)
-    weights = jnp.exp(_scores(q_u, k, low, high, kv_start, i, j, slot, scratch, tiles) - lse)
+    weights = jnp.exp(_scores(q_u, k, low, high, kv_start, i, j, 0, scratch, tiles) - lse)
     return weights, weights * (_dot(do, v, (1, 1)) - delta)
 
 
@@ -153,8 +175,10 @@ def _dq(i, arrays, scratch, tiles):
         sum_u, sum_v, before = carry
         keys, g = _load(k, j, N), j - i + tiles.n - 1
         band = _load(r, g, N), _load(r, g + 1, N)
-        _, ds = _rebuilt(i, j, queries, keys, _load(v, j, N), band, 0, scratch, tiles)
+        _, ds = _rebuilt(i, j, queries, keys, _load(v, j, N), band, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
+        if tiles.device == "gpu":
+            ds = _reread(0, scratch, tiles)
         # All of block g: this tile's part, and what the tile before has left, whose g + 1 it was.
         block = jnp.where(_in_low(N), turned, before).astype(keys.dtype)
         return sum_u + _dot(ds.astype(keys.dtype), keys), sum_v + _dot(block, band[0]), turned
@@ -173,7 +197,10 @@ def _dkv(j, arrays, scratch, tiles):
     def body(i, carry):
         sum_k, sum_v = carry
         queries, g = [_load(a, i, N) for a in of_queries], j - i + tiles.n - 1
-        weights, ds = _rebuilt(i, j, queries, k, v, (_load(r, g, N), _load(r, g + 1, N)), i & 1, scratch, tiles)
+        weights, ds = _rebuilt(i, j, queries, k, v, (_load(r, g, N), _load(r, g + 1, N)), scratch, tiles)
+        if tiles.device == "gpu":
+            _write(weights, ds, 1, scratch, tiles)
+            weights, ds = _reread(0, scratch, tiles), _reread(1, scratch, tiles)
         sum_k += _dot(ds.astype(k.dtype), queries[0], (0, 0))
         return sum_k, sum_v + _dot(weights.astype(v.dtype), queries[3], (0, 0))
 
@@ -190,7 +217,7 @@ def _dr(p, arrays, scratch, tiles, sums=None):
 
     def body(i, sums):
         j, queries = i + tiles.m - d, [_load(a, i, N) for a in of_queries]
-        _, ds = _rebuilt(i, j, queries, _load(k, j, N), _load(v, j, N), band, 0, scratch, tiles)
+        _, ds = _rebuilt(i, j, queries, _load(k, j, N), _load(v, j, N), band, scratch, tiles)
         turned = _roll(ds, 1, scratch, tiles, left=True)
         parts = jnp.where(_in_low(N), turned, 0), jnp.where(_in_low(N), 0, turned)
         return tuple(total + _dot(part.astype(band[0].dtype), queries[1], (0, 0)) for total, part in zip(sums, parts))
@@ -302,34 +329,69 @@ def _run(kernel, count, arrays, cut, out, tiles):
     return [a.reshape(like.shape) for a, like in zip(got, out)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(tiles, q_u, q_v, k, v, r, kv_start):
-    """Attention of whole tiles: r [1, H, S + N, K] has a tile of zeros at the end, kv_start is [B, 1, T, 1]."""
-    return _attention_forward(tiles, q_u, q_v, k, v, r, kv_start)[0]
+def _pad(a, rows, channels=None):
+    """a [B, H, rows, channels] with zeros before its rows and after its channels."""
+    return jnp.pad(a, ((0, 0), (0, 0), (rows - a.shape[2], 0), (0, (channels or a.shape[3]) - a.shape[3])))
 
 
-def _attention_forward(tiles, q_u, q_v, k, v, r, kv_start):
-    row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
-    out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)
+def _map_rows(function, at_once, *arrays):
+    """function of arrays [B, ...], for at_once rows at a time: padded copies are of these rows alone."""
+    if at_once == len(arrays[0]):
+        return function(*arrays)
+    out = lax.map(lambda some: function(*some), [a.reshape(-1, at_once, *a.shape[1:]) for a in arrays])
+    return [a.reshape(-1, *a.shape[2:]) for a in out]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(tiles, at_once, q_u, q_v, k, v, r, kv_start):
+    """Attention of rows at_once at a time: r [1, H, S + N, K] has a tile of zeros at the end, kv_start is [B, 1, T, 1].
+
+    Both are whole tiles already, and r has as many channels as the kernels need.
+    """
+    return _attention_forward(tiles, at_once, q_u, q_v, k, v, r, kv_start)[0]
+
+
+def _attention_forward(tiles, at_once, q_u, q_v, k, v, r, kv_start):
+    T, K = q_u.shape[2:]
+    n_queries, n_keys, channels = tiles.n * tiles.N, (tiles.n + tiles.m) * tiles.N, r.shape[3]
+
+    def some_rows(q_u, q_v, k, v, kv_start):
+        q_u, q_v = (_pad(a, n_queries, channels) for a in (q_u, q_v))
+        k, v = (_pad(a, n_keys, channels) for a in (k, v))
+        row = jax.ShapeDtypeStruct((*q_u.shape[:3], 1), jnp.float32)
+        out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)
+        return out[:, :, -T:, :K], lse
+
+    out, lse = _map_rows(some_rows, at_once, q_u, q_v, k, v, kv_start)
     return out, (q_u, q_v, k, v, r, kv_start, out, lse)
 
 
-def _attention_backward(tiles, kept, do):
+def _attention_backward(tiles, at_once, kept, do):
     q_u, q_v, k, v, r, kv_start, out, lse = kept
+    T, K, H = *q_u.shape[2:], k.shape[1]
+    n_queries, n_keys, channels = tiles.n * tiles.N, (tiles.n + tiles.m) * tiles.N, r.shape[3]
     delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1, keepdims=True)
-    arrays, n_keys, count = (q_u, q_v, kv_start, do, lse, delta, k, v, r), tiles.n + tiles.m, tiles.reach + 1
-    dq_u, dq_v = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)
-    dk, dv = _run(_dkv, n_keys, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)
-    (B, H, _, K), N = k.shape, tiles.N
+    count = tiles.reach + 1
     # Sums over rows where the diagonals of all heads occupy the device without them.
-    n_rows = max(min(PROGRAMS // (H * count), B), 1) if tiles.device == "gpu" else B
-    part = jax.ShapeDtypeStruct((n_rows, H, count * N, K), jnp.float32)
-    low, high = (a.sum(0) for a in _run(_dr, count, arrays, [0] * 9, [part, part], tiles))
+    n_rows = max(min(PROGRAMS // (H * count), at_once), 1) if tiles.device == "gpu" else at_once
+    part = jax.ShapeDtypeStruct((n_rows, H, count * tiles.N, channels), jnp.float32)
+
+    def some_rows(q_u, q_v, kv_start, do, lse, delta, k, v):
+        q_u, q_v, do = (_pad(a, n_queries, channels) for a in (q_u, q_v, do))
+        k, v = (_pad(a, n_keys, channels) for a in (k, v))
+        arrays = q_u, q_v, kv_start, do, lse, _pad(delta, n_queries), k, v, r
+        of_queries = _run(_dq, tiles.n, arrays, [1] * 6 + [0] * 3, [_like(q_u), _like(q_v)], tiles)
+        of_keys = _run(_dkv, tiles.n + tiles.m, arrays, [0] * 6 + [1, 1, 0], [_like(k), _like(v)], tiles)
+        of_r = _run(_dr, count, arrays, [0] * 9, [part, part], tiles)
+        return *(a[:, :, -T:, :K] for a in of_queries), *(a[:, :, -k_len:, :K] for a in of_keys), *of_r
+
+    k_len = k.shape[2]
+    *gradients, low, high = _map_rows(some_rows, at_once, q_u, q_v, kv_start, do, lse, delta, k, v)
     # A block of r has been g of one diagonal and g + 1 of the next. Diagonals end at the last block but the zeros.
-    before = n_keys - count
-    pad = lambda a, before, after: jnp.pad(a, ((0, 0), (before * N, after * N), (0, 0)))
-    dr = (pad(low, before, 1) + pad(high, before + 1, 0))[None]
-    return dq_u, dq_v, dk, dv, dr.astype(r.dtype), None
+    before = (tiles.n + tiles.m - count) * tiles.N
+    pad = lambda a, before, after: jnp.pad(a.sum(0), ((0, 0), (before, after), (0, 0)))
+    dr = (pad(low, before, tiles.N) + pad(high, before + tiles.N, 0))[None]
+    return *gradients, dr.astype(r.dtype), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -341,10 +403,19 @@ def check(device):
         raise ValueError(f"attention=pallas runs on a gpu or a tpu, this is a {device}: give auto, chunked or dense")
 
 
+def best_block(device, dtype):
+    """Queries and keys of a tile. On a GPU larger ones spill registers; none of them was timed."""
+    if device == "tpu":
+        return 128
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # none where a GPU is compiled for only
+    has_wgmma = capability.partition(".")[0] not in ("7", "8")  # products from shared memory, from Hopper on
+    return 64 if dtype == jnp.bfloat16 and has_wgmma else 32
+
+
 def attention(q_u, q_v, k, v, r, kv_start, *, block=None, window=None, drop=None, device=None, interpret=False):
     """`attention` of txl.py, with its arguments and result, for float32 and bfloat16; drop must be None.
 
-    block: queries and keys of a tile, a power of two and at least 16; None: what the device runs best.
+    block: queries and keys of a tile, a power of two and at least 16; None: `best_block`.
     device: gpu or tpu, None: the one that is there; interpret: run that one's program on any device, for tests.
     """
     device = device or jax.default_backend()
@@ -352,12 +423,14 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block=None, window=None, drop=None
     if drop is not None or q_u.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"attention=pallas knows no dropatt and no {q_u.dtype}: give chunked or dense")
     T, K, S = *q_u.shape[2:], k.shape[2]
-    N = block or (128 if device == "tpu" else 32 if q_u.dtype == jnp.float32 else 64)
-    pad_t, pad_s, pad_k = -T % N, -S % N, max(16, 1 << (K - 1).bit_length()) - K
-    pad = lambda a, before, after=0: jnp.pad(a, ((0, 0), (0, 0), (before, after), (0, pad_k)))
-    kv_start = jnp.pad(jnp.maximum(kv_start, 0) + pad_s, ((0, 0), (pad_t, 0)))
-    n, n_keys = (T + pad_t) // N, (S + pad_s) // N
+    N = block or best_block(device, q_u.dtype)
+    n, n_keys, channels = -(-T // N), -(-S // N), max(16, 1 << (K - 1).bit_length())
     reach = min(-(-((window or S) - 1) // N), n_keys - 1)
     tiles = Tiles(N, n, n_keys - n, reach, device, interpret)
-    arrays = pad(q_u, pad_t), pad(q_v, pad_t), pad(k, pad_s), pad(v, pad_s), pad(r[None, :, :S], pad_s, N)
-    return _attention(tiles, *arrays, kv_start[:, None, :, None])[:, :, pad_t:, :K]
+    kv_start = jnp.pad(jnp.maximum(kv_start, 0) + n_keys * N - S, ((0, 0), (n * N - T, 0)))
+    r = jnp.pad(_pad(r[None, :, :S], n_keys * N, channels), ((0, 0), (0, 0), (0, N), (0, 0)))
+    at_once, (B, H) = len(q_u), q_u.shape[:2]
+    if device == "gpu" and (n * N, n_keys * N, channels) != (T, S, K):  # as few rows as occupy all programs twice
+        enough = [rows for rows in range(1, B + 1) if B % rows == 0 and rows * H * n >= 2 * PROGRAMS]
+        at_once = min(enough, default=B)
+    return _attention(tiles, at_once, q_u, q_v, k, v, r, kv_start[:, None, :, None])

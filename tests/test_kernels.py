@@ -102,6 +102,11 @@ def test_the_program_for_a_tpu_gives_the_same_with_clamped_distances():
     assert worst(*compare("a window shorter than memory, one row", device="tpu", clamp=9)) < TOLERANCE
 
 
+def test_programs_enough_for_both_rows_at_once_give_the_same(monkeypatch):
+    monkeypatch.setattr(kernels, "PROGRAMS", 17)  # 5 tiles of queries, 3 heads, 2 rows
+    assert worst(*compare("documents and queries that see nothing")) < TOLERANCE
+
+
 def test_bfloat16_is_as_near_to_float32_as_its_rounding():
     for got, want in zip(*compare("same_length", BF16)):
         assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)  # a unit in the last place is 8e-3

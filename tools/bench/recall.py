@@ -1,4 +1,4 @@
-"""How far back a trained model remembers: right answers against distance. Two to three minutes on 2 cores.
+"""How far back a trained model remembers: right answers against distance. Two minutes on 2 quiet cores.
 
 A text of words: `c=5` states that c is 5, later `c?` asks for it and `c=5` answers; dots stand between. Each fact is
 asked for once. One model is trained with memory and one with --mem_len 0, by train.py; both then answer in fresh texts
