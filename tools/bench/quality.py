@@ -1,6 +1,6 @@
 """Quality in time beside nanoGPT's laptop setting, simple yardsticks, and what emptying memory does. Linux only.
 
-    python -m tools.bench.quality run --data FILE --seeds 1 2 3 --torch_python ENV/bin/python     # 6 minutes a seed
+    python -m tools.bench.quality run --data FILE --seeds 1 2 3 --torch_python ENV/bin/python     # 7 minutes a seed
     python -m tools.bench.quality pace --data FILE --torch_python ENV/bin/python    # steps that fit the clock's time
     python -m tools.bench.quality lr --data FILE --torch_python ENV/bin/python --models gpt_muon
     python -m tools.bench.quality yardsticks      # n-grams and xz on the built-in corpus, 2 minutes
@@ -40,7 +40,7 @@ GPT = dict(n_layer=4, n_head=4, d_model=128, context=WINDOW, batch=12, warmup=10
 # "run" those of train.TrainConfig. Without memory a segment is as long as a window, with as many tokens in a step.
 MODELS = {
     "gpt": {"steps": 2000, **GPT},  # the clock
-    "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 4e-3},
+    "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 8e-3},
     "ours": {"steps": 600, **SIZES, "run": RUN},
     "ours_no_memory": {"steps": 820, **SIZES, "mem_len": 0, "run": {**RUN, "tgt_len": 64, "batch": 16}},
     "ours_adamw": {"steps": 740, **SIZES, "run": {**RUN, "optimizer": "adamw", "lr": 4e-3}},
