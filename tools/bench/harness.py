@@ -165,9 +165,9 @@ def serve(worker):
         print(json.dumps(reply), file=out)
 
 
-def start_worker(stack, name, shape, python=sys.executable, data=None, folder=ROOT):
-    """(process, what it said when ready) of a worker of peers.py; it ends with the stack, or with this process."""
-    command = [python, "-m", "tools.bench.peers", "--worker", name, "--shape", json.dumps(shape)]
+def start_worker(stack, name, shape, python=sys.executable, data=None, folder=ROOT, module="peers"):
+    """(process, what it said when ready) of a worker of a script; it ends with the stack, or with this process."""
+    command = [python, "-m", f"tools.bench.{module}", "--worker", name, "--shape", json.dumps(shape)]
     if data:
         command += ["--data", str(Path(data).resolve())]
     process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -2,21 +2,16 @@
 
     python -m tools.bench.peers small --torch_python ENV/bin/python                             # speed, 4 minutes
     python -m tools.bench.peers long --torch_python ENV/bin/python --ours '{"remat": "full"}'   # memory, 6 minutes
-    python -m tools.bench.peers clock --torch_python ENV/bin/python      # step times of the GPT clock and of ours
-    python -m tools.bench.peers quality --torch_python ENV/bin/python --data FILE    # the clock's losses, 3 minutes
 
 ENV is a virtual environment of its own: pip install torch==2.13.0 transformers==4.30.2 "numpy<2"
---draw: results/quality.png.
 """
 
 import contextlib
 import json
-import math
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -24,22 +19,17 @@ from tools.bench import harness
 from tools.bench.harness import package_versions, settle_level, status_mib
 
 INSTALL = 'pip install torch==2.13.0 transformers==4.30.2 "numpy<2" into an environment of its own: --torch_python'
-PARTNERS = {"small": ("hf", "matmul"), "long": ("hf", "matmul"), "clock": ("clock",)}
-BLOCK_STEPS = {"small": 3, "long": 3, "clock": 50, "quality": 250}
+PARTNERS = {"small": ("hf", "matmul"), "long": ("hf", "matmul")}
+BLOCK_STEPS = {"small": 3, "long": 3}
 PRODUCTS = 100  # matrix products in one block of the matmul worker
 
 WIDE = dict(n_token=256, d_model=256, n_head=8, d_head=32, d_inner=1024)
 SHAPES = {  # fields of txl.Config; those of train.TrainConfig under "run"
     "small": WIDE | dict(n_layer=6, mem_len=128, run=dict(tgt_len=128, batch=16)),
     "long": WIDE | dict(n_layer=4, mem_len=1024, run=dict(tgt_len=256, batch=4)),
-    "clock": dict(
-        n_token=65, n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=512, mem_len=64, run=dict(tgt_len=64, batch=12)
-    ),
 }
 TINY = dict(n_token=31, n_layer=1, d_model=16, n_head=2, d_head=8, d_inner=16, mem_len=8, run=dict(tgt_len=8, batch=2))
 ADAM = dict(optimizer="adam", lr=2.5e-4, schedule="constant", warmup=0, beta2=0.999, clip=0.25, mem_reset=0)  # as hf
-GPT = dict(n_token=65, n_layer=4, n_head=4, d_model=128, context=64, batch=12, steps=2000, warmup=100, lr=1e-3,
-           min_lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1, clip=1.0)  # nanoGPT's laptop setting # fmt: skip
 
 
 def merge(shape, options):
@@ -154,107 +144,6 @@ def matmul_worker(shape):
         _, count = yield {}
 
 
-def clock_worker(shape, data=None):
-    """The clock of time to quality, a plain GPT in nanoGPT's laptop setting; the one worker that knows `evaluate`."""
-    torch, _ = import_torch()
-    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("torch")}
-    train, valid, n_token = gpt_data(data)
-    train, valid = torch.from_numpy(train), torch.from_numpy(valid)
-    gpt = {**GPT, "n_token": n_token}
-    params = gpt_params(torch, gpt)
-    groups = [
-        {"params": [p for p in params.values() if p.dim() == 2], "weight_decay": gpt["weight_decay"]},
-        {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=gpt["lr"], betas=gpt["betas"])
-    done = 0
-    window = torch.arange(gpt["context"] + 1)
-    command, count = yield {**ready, **settle_level()}
-    while True:
-        if command == "evaluate":
-            reply = {"step": done, "valid_nats": gpt_valid_nats(torch, params, valid, gpt), "targets": len(valid) - 1}
-        else:
-            for _ in range(count):
-                done += 1
-                rows = train[torch.randint(len(train) - gpt["context"], (gpt["batch"], 1)) + window]
-                for group in optimizer.param_groups:
-                    group["lr"] = gpt_lr(done, gpt)
-                optimizer.zero_grad()
-                loss = gpt_nats(torch, params, rows[:, :-1], rows[:, 1:], gpt).mean()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(params.values(), gpt["clip"])
-                optimizer.step()
-            reply = {"loss_nats": loss.item(), "n_params": sum(p.numel() for p in params.values())}
-        command, count = yield reply
-
-
-def gpt_data(path):
-    """Characters of a text file as ids, split 90/10, and how many kinds there are; without a file, random ids."""
-    if path is None:
-        n_token = GPT["n_token"]
-        ids = np.random.default_rng(0).integers(n_token, size=100_000)
-    else:
-        text = np.frombuffer(Path(path).read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
-        kinds, ids = np.unique(text, return_inverse=True)
-        n_token = len(kinds)
-    cut = int(0.9 * len(ids))
-    return ids[:cut].astype(np.int64), ids[cut:].astype(np.int64), n_token
-
-
-def gpt_params(torch, gpt):
-    """Weights N(0, 0.02), those that write to the residual stream smaller by sqrt(2 n_layer); norms 1; no biases."""
-    d, small = gpt["d_model"], 0.02 / math.sqrt(2 * gpt["n_layer"])
-    table = {"embed": (gpt["n_token"], d, 0.02), "position": (gpt["context"], d, 0.02)}
-    for i in range(gpt["n_layer"]):
-        table |= {f"qkv{i}": (3 * d, d, 0.02), f"out{i}": (d, d, small)}
-        table |= {f"up{i}": (4 * d, d, 0.02), f"down{i}": (d, 4 * d, small)}
-    norms = ["norm", *(f"norm_{part}{i}" for i in range(gpt["n_layer"]) for part in ("attn", "ff"))]
-    params = {name: torch.randn(rows, columns) * std for name, (rows, columns, std) in table.items()}
-    params |= {name: torch.ones(d) for name in norms}
-    return {name: p.requires_grad_() for name, p in params.items()}
-
-
-def gpt_nats(torch, params, ids, targets, gpt):
-    """Nats of each target, flat [B * T]: pre-norm, causal attention, GELU of width 4x, head tied to the embedding."""
-    f, (rows, length) = torch.nn.functional, ids.shape
-    d, heads = gpt["d_model"], gpt["n_head"]
-    x = params["embed"][ids] + params["position"][:length]  # [B, T, D]
-    for i in range(gpt["n_layer"]):
-        y = f.linear(f.layer_norm(x, (d,), params[f"norm_attn{i}"]), params[f"qkv{i}"])
-        q, k, v = (z.view(rows, length, heads, d // heads).transpose(1, 2) for z in y.split(d, dim=2))
-        y = f.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + f.linear(y.transpose(1, 2).reshape(rows, length, d), params[f"out{i}"])
-        y = f.linear(f.layer_norm(x, (d,), params[f"norm_ff{i}"]), params[f"up{i}"])
-        x = x + f.linear(f.gelu(y), params[f"down{i}"])
-    logits = f.linear(f.layer_norm(x, (d,), params["norm"]), params["embed"])
-    return f.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-
-
-def gpt_lr(step, gpt):
-    """The learning rate of step 1, 2, ...: linear warm-up, cosine to min_lr at the last step."""
-    if step <= gpt["warmup"]:
-        return gpt["lr"] * step / gpt["warmup"]
-    part = min(1.0, (step - gpt["warmup"]) / (gpt["steps"] - gpt["warmup"]))
-    return gpt["min_lr"] + 0.5 * (1 + math.cos(math.pi * part)) * (gpt["lr"] - gpt["min_lr"])
-
-
-def gpt_valid_nats(torch, params, valid, gpt):
-    """Mean nats over the whole valid part, every target once, in windows of the context that do not overlap."""
-    context, rows = gpt["context"], 128
-    total = 0.0
-    with torch.no_grad():
-        span = context * rows
-        for start in range(0, len(valid) - 1, span):
-            block = valid[start : start + span + 1]
-            whole = (len(block) - 1) // context * context
-            for a, b in ((0, whole), (whole, len(block) - 1)):  # full windows, and the one cut short at the end
-                if a < b:
-                    width = min(context, b - a)
-                    ids, targets = block[a:b].view(-1, width), block[a + 1 : b + 1].view(-1, width)
-                    total += gpt_nats(torch, params, ids, targets, gpt).double().sum().item()
-    return total / (len(valid) - 1)
-
-
 # What the parent prints
 
 
@@ -294,19 +183,6 @@ def against_hf(name, shape, seconds, memory):
     }
 
 
-def against_clock(name, shape, seconds, memory):
-    """Step times of ours and of the clock, and the steps of ours that its 2,000 have time for."""
-    _, ratio, _ = harness.speedup(seconds, name, "clock")
-    tokens = shape["run"]["batch"] * shape["run"]["tgt_len"]
-    return {
-        "ours_step_ms": 1e3 * statistics.median(seconds[name]),
-        "clock_step_ms": 1e3 * statistics.median(seconds["clock"]),
-        "clock_full_s": GPT["steps"] * statistics.median(seconds["clock"]),
-        "ours_steps_in_clock_full": GPT["steps"] * ratio,
-        "ours_tokens_per_clock_token": ratio * tokens / (GPT["batch"] * GPT["context"]),
-    }
-
-
 def compare(setting, args):
     """Yields one line for each set of options of ours: it and the setting's partners, in turn."""
     base = merge(TINY if args.tiny else SHAPES[setting], {"run": ADAM})
@@ -317,7 +193,7 @@ def compare(setting, args):
         workers = {}
         for name in PARTNERS[setting]:
             python = sys.executable if name == "matmul" else args.torch_python
-            workers[name] = harness.start_worker(stack, name, base, python, args.data)
+            workers[name] = harness.start_worker(stack, name, base, python)
         for name, shape in shapes.items():
             workers[name] = harness.start_worker(stack, "ours", shape)
         first = {name: harness.ask(worker, "steps 1") for name, worker in workers.items()}
@@ -327,7 +203,7 @@ def compare(setting, args):
     partner = PARTNERS[setting][0]
     for (name, shape), option in zip(shapes.items(), options, strict=True):
         line = {"setting": setting, "ours": option}
-        line |= (against_clock if partner == "clock" else against_hf)(name, shape, seconds, memory)
+        line |= against_hf(name, shape, seconds, memory)
         for side, worker in (("ours", name), (partner, partner)):
             line[f"{side}_mem_mib"] = memory[worker]
             line[f"{side}_loss_nats"] = [first[worker]["loss_nats"], last[worker]["loss_nats"]]
@@ -337,42 +213,11 @@ def compare(setting, args):
         yield {**line, "cores_busy_with_others": others, "versions": versions}
 
 
-def clock_quality(args):
-    """Trains the clock for its 2,000 steps; yields the valid loss after every block."""
-    if args.data is None:
-        sys.exit("tools.bench.peers: quality trains on a text: give it --data FILE")
-    steps = args.steps or BLOCK_STEPS["quality"]
-    seconds = 0.0
-    with contextlib.ExitStack() as stack:
-        worker = harness.start_worker(stack, "clock", {}, args.torch_python, args.data)
-        for _ in range(1 if args.tiny else math.ceil(GPT["steps"] / steps)):
-            trained = harness.ask(worker, f"steps {steps}")
-            seconds += trained["seconds"]
-            found = harness.ask(worker, "evaluate")
-            line = {"setting": "quality", "step": found["step"], "valid_nats": found["valid_nats"]}
-            line |= {"targets": found["targets"], "train_s": seconds, "step_ms": 1e3 * trained["seconds"] / steps}
-            yield {**line, "params": trained["n_params"], "versions": worker[1]["versions"]}
-
-
-def draw_quality():
-    """Valid loss over seconds of training, ours beside the clock's."""
-    (clock,), trained = harness.read_results("peers_clock"), harness.read_results("peers_quality")
-    ours = harness.read_results("quality", split="valid")
-    figure = harness.new_figure(6, 3.6)
-    axes = figure.add_subplot(xlabel="seconds of training, 2 CPU cores", ylabel="valid loss, nats per character")
-    seconds, nats = [e["step"] * clock["clock_step_ms"] / 1e3 for e in trained], [e["valid_nats"] for e in trained]
-    axes.plot(seconds, nats, "o--", color="0.5", label="nanoGPT's laptop setting, PyTorch")
-    axes.plot([e["step"] * clock["ours_step_ms"] / 1e3 for e in ours], [e["loss_nats"] for e in ours], label="txl")
-    axes.set_ylim(1.55, 2.6)
-    axes.legend()
-    harness.save_picture(figure, "quality.png")
-
-
 WORKERS = {"hf": hf_worker, "hf_reader": hf_reader_worker, "ours": ours_worker, "matmul": matmul_worker}
 
 
 def main(argv=None):
-    parser = harness.make_parser("peers", __doc__, [*PARTNERS, "quality"])
+    parser = harness.make_parser("peers", __doc__, PARTNERS)
     parser.add_argument(
         "--ours",
         action="append",
@@ -380,20 +225,15 @@ def main(argv=None):
         help='fields of txl.Config, those of a run under "run"; may be given again',
     )
     parser.add_argument("--blocks", type=int, default=5, help="turns of each worker")
-    parser.add_argument("--steps", type=int, help="steps in a block: 3, for clock 50, for quality 250")
+    parser.add_argument("--steps", type=int, help="steps in a block: 3")
     parser.add_argument("--torch_python", default=sys.executable, help=INSTALL.replace("%", "%%"))
-    parser.add_argument("--data", help="text file for the clock; without it, random ids")
-    parser.add_argument("--draw", action="store_true", help="draw the committed results")
     parser.add_argument("--worker", help="start as a worker, for the scripts here: --shape JSON")
     parser.add_argument("--shape", type=json.loads)
     args = parser.parse_args(argv)
     if args.worker:
-        clock = args.worker == "clock"
-        return harness.serve(clock_worker(args.shape, args.data) if clock else WORKERS[args.worker](args.shape))
-    if args.draw:
-        draw_quality()
+        return harness.serve(WORKERS[args.worker](args.shape))
     for setting in args.parts:
-        for line in clock_quality(args) if setting == "quality" else compare(setting, args):
+        for line in compare(setting, args):
             harness.emit(line)
 
 
