@@ -1152,4 +1152,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    flags.use_huge_pages()
     flags.run_script(main)

@@ -240,6 +240,18 @@ def exit_on_interrupt():
     signal.signal(signal.SIGINT, exit_at_once)
 
 
+def use_huge_pages():
+    """Starts this process again with glibc's huge pages (Linux), which make a training step on a CPU a tenth faster.
+
+    XLA allocates a step's temporaries anew each time; in pages of 4 KiB that is tens of thousands of page faults.
+    GLIBC_TUNABLES must be set before a process starts. With glibc.malloc.hugetlb in it nothing happens.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform == "linux" and "glibc.malloc.hugetlb" not in tunables and sys.gettrace() is None:
+        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [tunables, "glibc.malloc.hugetlb=1"]))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def run_script(main):
     """Calls a script's main. Ctrl-C ends it with one line and exit code 130, whatever swallows KeyboardInterrupt."""
     interrupted = False

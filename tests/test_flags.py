@@ -231,3 +231,23 @@ def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
             refused(call(main, *words), "no device", "JAX_PLATFORMS")
     with jax.disable_jit():
         refused(call(train.main, "--data", "text.txt", *SMALL), "JAX_DISABLE_JIT")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.parametrize(
+    "given, want",
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_a_script_starts_again_with_huge_pages_unless_the_user_set_them(given, want, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys; from data import flags; flags.use_huge_pages(); print(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": given}
+    command = [sys.executable, script, "--prompt", "two words"]
+    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert out == f"{want} ['--prompt', 'two words']\n"
