@@ -3,10 +3,12 @@
     python -m tools.bench.peers small --torch_python ENV/bin/python                             # speed, 4 minutes
     python -m tools.bench.peers long --torch_python ENV/bin/python --ours '{"remat": "full"}'   # memory, 6 minutes
 
-ENV is a virtual environment of its own: pip install torch==2.13.0 transformers==4.30.2 "numpy<2"
+ENV is a virtual environment of its own: --help names its packages. The others are Hugging Face's port (hf) and
+x-transformers with memory and rotary positions (xt), each as it comes.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -15,11 +17,13 @@ import time
 
 import numpy as np
 
+from data import flags
 from tools.bench import harness
 from tools.bench.harness import package_versions, settle_level, status_mib
 
-INSTALL = 'pip install torch==2.13.0 transformers==4.30.2 "numpy<2" into an environment of its own: --torch_python'
-PARTNERS = {"small": ("hf", "matmul"), "long": ("hf", "matmul")}
+PACKAGES = 'torch==2.13.0 transformers==4.30.2 x-transformers==2.31.10 "numpy<2"'
+INSTALL = f"pip install {PACKAGES} into an environment of its own: --torch_python"
+PARTNERS = ("hf", "xt", "matmul")
 BLOCK_STEPS = {"small": 3, "long": 3}
 PRODUCTS = 100  # matrix products in one block of the matmul worker
 
@@ -37,16 +41,17 @@ def merge(shape, options):
     return {**shape, **options, "run": {**shape.get("run", {}), **options.get("run", {})}}
 
 
-def import_torch():
-    """torch and transformers."""
+def import_torch(library="transformers"):
+    """torch and a library that needs it."""
     try:
         import torch
-        import transformers
+
+        library = importlib.import_module(library)
     except ImportError as error:
         sys.exit(f"{sys.executable}: {error}; {INSTALL}")
     torch.set_num_threads(os.cpu_count())
     torch.manual_seed(0)
-    return torch, transformers
+    return torch, library
 
 
 def hf_model(shape):
@@ -60,30 +65,32 @@ def hf_model(shape):
 # Workers, see harness.serve
 
 
-def hf_worker(shape):
-    """Hugging Face's port training: the same sizes and objective, memory carried, Adam, clipping."""
-    torch, _ = import_torch()
-    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("torch", "transformers")}
+def torch_worker(shape, library, build, forward):
+    """A model in PyTorch training: the same sizes and objective, memory carried, Adam, clipping.
 
-    def build(shape):
-        model = hf_model(shape).train()
+    build(shape) -> model; forward(model, ids, mems) -> log-probabilities or logits [B, T, V], mems.
+    """
+    torch, _ = import_torch(library)
+    ready = {"after_imports_mib": status_mib("VmRSS"), "versions": package_versions("torch", library)}
+
+    def with_optimizer(shape):
+        model = build(shape).train()
         return model, torch.optim.Adam(model.parameters(), lr=2.5e-4)
 
     def step(model, optimizer, batch, mems):
         ids, targets = (torch.from_numpy(x).long() for x in batch)
         optimizer.zero_grad()
-        # Without labels: given labels, the port drops the last target of each segment.
-        out = model(ids, mems=mems)
-        loss = torch.nn.functional.nll_loss(out.prediction_scores.flatten(0, 1), targets.flatten())
+        out, mems = forward(model, ids, mems)
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
-        return loss.item(), out.mems
+        return loss.item(), mems
 
     # In place of a first compile, one step of a tiny model starts the libraries' threads and loads their code.
-    step(*build(TINY), next(harness.random_batches(TINY["n_token"], 2, 8)), None)
+    step(*with_optimizer(TINY), next(harness.random_batches(TINY["n_token"], 2, 8)), None)
     _, count = yield {**ready, **settle_level()}
-    model, optimizer = build(shape)
+    model, optimizer = with_optimizer(shape)
     batches = harness.random_batches(shape["n_token"], shape["run"]["batch"], shape["run"]["tgt_len"])
     mems = None
     n_params = sum(p.numel() for p in model.parameters())
@@ -91,6 +98,36 @@ def hf_worker(shape):
         for _ in range(count):
             loss, mems = step(model, optimizer, next(batches), mems)
         _, count = yield {"loss_nats": loss, "n_params": n_params}
+
+
+def hf_worker(shape):
+    """Hugging Face's port training."""
+
+    def forward(model, ids, mems):
+        out = model(ids, mems=mems)  # given labels, the port would drop the last target of each segment
+        return out.prediction_scores, out.mems
+
+    return torch_worker(shape, "transformers", hf_model, forward)
+
+
+def xt_worker(shape):
+    """x-transformers training: a decoder whose layers keep their inputs as memory, with rotary positions."""
+
+    def build(shape):
+        _, xt = import_torch("x_transformers")
+        sizes = {"dim": shape["d_model"], "depth": shape["n_layer"], "heads": shape["n_head"]}
+        sizes |= {"attn_dim_head": shape["d_head"], "ff_mult": shape["d_inner"] / shape["d_model"]}
+        return xt.TransformerWrapper(
+            num_tokens=shape["n_token"],
+            max_seq_len=shape["run"]["tgt_len"],
+            max_mem_len=shape["mem_len"],
+            tie_embedding=True,
+            attn_layers=xt.Decoder(**sizes, rotary_pos_emb=True),
+        )
+
+    return torch_worker(
+        shape, "x_transformers", build, lambda model, ids, mems: model(ids, mems=mems, return_mems=True)
+    )
 
 
 def hf_reader_worker(shape):
@@ -164,34 +201,30 @@ def model_gflop(shape):
     return 3 * 2 * (shape["n_layer"] * layer + b * t * d * v) / 1e9
 
 
-def against_hf(name, shape, seconds, memory):
-    """Speed of ours against the port and the matmul rate, growth of memory against the port's."""
-    tokens, gflop = shape["run"]["batch"] * shape["run"]["tgt_len"], model_gflop(shape)
-    product_gflop = 2 * 2048 * 256 * 1024 / 1e9
-    low, ratio, high = harness.speedup(seconds, name, "hf")
+def against(partner, name, seconds, memory):
+    """Speed of ours against a partner, growth of memory against the partner's."""
+    low, ratio, high = harness.speedup(seconds, name, partner)
+    growth = memory[name]["growth"] / memory[partner]["growth"]
+    return {"ratio": ratio, "ratio_range": [low, high], "growth_ratio": growth}
+
+
+def arithmetic(name, shape, seconds):
+    """The products of a step, and the share of the rate of plain products at which ours computes them."""
+    gflop, product_gflop = model_gflop(shape), 2 * 2048 * 256 * 1024 / 1e9
     shares = [gflop / s / (product_gflop / m) for s, m in zip(seconds[name], seconds["matmul"], strict=True)]
-    return {
-        "ours_tok_per_s": tokens / statistics.median(seconds[name]),
-        "hf_tok_per_s": tokens / statistics.median(seconds["hf"]),
-        "ratio": ratio,
-        "ratio_range": [low, high],
-        "matmul_gflops": product_gflop / statistics.median(seconds["matmul"]),
-        "model_gflop_per_step": gflop,
-        "share_of_matmul_rate": statistics.median(shares),
-        "hf_share_of_matmul_rate": statistics.median(shares) / ratio,
-        "growth_ratio": memory[name]["growth"] / memory["hf"]["growth"],
-    }
+    rate = product_gflop / statistics.median(seconds["matmul"])
+    return {"matmul_gflops": rate, "model_gflop_per_step": gflop, "share_of_matmul_rate": statistics.median(shares)}
 
 
 def compare(setting, args):
-    """Yields one line for each set of options of ours: it and the setting's partners, in turn."""
+    """Yields one line for each set of options of ours: it and its partners, in turn."""
     base = merge(TINY if args.tiny else SHAPES[setting], {"run": ADAM})
     options = [json.loads(text) for text in args.ours or ["{}"]]
     shapes = {f"ours{i}": merge({"dropout": 0.0, **base}, option) for i, option in enumerate(options)}
     steps = args.steps or (1 if args.tiny else BLOCK_STEPS[setting])
     with contextlib.ExitStack() as stack:
         workers = {}
-        for name in PARTNERS[setting]:
+        for name in PARTNERS:
             python = sys.executable if name == "matmul" else args.torch_python
             workers[name] = harness.start_worker(stack, name, base, python)
         for name, shape in shapes.items():
@@ -200,24 +233,28 @@ def compare(setting, args):
         runs = {name: harness.steps_of(w, PRODUCTS if name == "matmul" else steps) for name, w in workers.items()}
         seconds, last, others = harness.alternate(runs, args.blocks, workers.values())
     memory = {name: memory_mib(ready, first[name], last[name]) for name, (_, ready) in workers.items()}
-    partner = PARTNERS[setting][0]
     for (name, shape), option in zip(shapes.items(), options, strict=True):
-        line = {"setting": setting, "ours": option}
-        line |= against_hf(name, shape, seconds, memory)
-        for side, worker in (("ours", name), (partner, partner)):
-            line[f"{side}_mem_mib"] = memory[worker]
-            line[f"{side}_loss_nats"] = [first[worker]["loss_nats"], last[worker]["loss_nats"]]
-            line[f"{side}_params"] = last[worker]["n_params"]
+        tokens = shape["run"]["batch"] * shape["run"]["tgt_len"]
+        line = {"setting": setting, "ours": option, **arithmetic(name, shape, seconds)}
+        for side, worker in (("ours", name), ("hf", "hf"), ("xt", "xt")):
+            line[side] = {
+                "tok_per_s": tokens / statistics.median(seconds[worker]),
+                "mem_mib": memory[worker],
+                "loss_nats": [first[worker]["loss_nats"], last[worker]["loss_nats"]],
+                "params": last[worker]["n_params"],
+                "versions": workers[worker][1]["versions"],
+            }
+        line |= {f"against_{partner}": against(partner, name, seconds, memory) for partner in ("hf", "xt")}
         line |= {"ours_compile_s": workers[name][1]["compile_s"], "blocks": args.blocks}
-        versions = " ".join(workers[worker][1]["versions"] for worker in (name, partner))
-        yield {**line, "cores_busy_with_others": others, "versions": versions}
+        yield {**line, "cores_busy_with_others": others}
 
 
-WORKERS = {"hf": hf_worker, "hf_reader": hf_reader_worker, "ours": ours_worker, "matmul": matmul_worker}
+WORKERS = {"hf": hf_worker, "xt": xt_worker, "hf_reader": hf_reader_worker, "ours": ours_worker}
+WORKERS["matmul"] = matmul_worker
 
 
 def main(argv=None):
-    parser = harness.make_parser("peers", __doc__, PARTNERS)
+    parser = harness.make_parser("peers", __doc__, SHAPES)
     parser.add_argument(
         "--ours",
         action="append",
@@ -231,6 +268,8 @@ def main(argv=None):
     parser.add_argument("--shape", type=json.loads)
     args = parser.parse_args(argv)
     if args.worker:
+        if args.worker in ("ours", "matmul"):
+            flags.use_huge_pages()  # as train.py
         return harness.serve(WORKERS[args.worker](args.shape))
     for setting in args.parts:
         for line in compare(setting, args):
