@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 DTYPES = ("float32", "bfloat16", "float64")
 REMAT = ("none", "dots", "full")
@@ -82,7 +83,7 @@ class Config:
     cutoffs: tuple = ()  # adaptive softmax: first ids of the tail clusters, ascending; (): one softmax
     div_val: int = 1  # adaptive softmax: each tail cluster's embedding is this many times narrower
     # memory: none of these changes a result beyond rounding, but dtype
-    remat: str = "none"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
+    remat: str = "dots"  # recomputed in the backward pass: none, dots (all but weight products), full (whole layers)
     attention: str = "auto"  # dense, chunked, pallas (GPU, TPU); auto: chunked on a CPU and from 4 blocks of queries
     attn_block: int = 128  # queries at a time in chunked attention
     layer_rows: int = 0  # rows at a time in what is recomputed (chunked, remat=full); 0: few on a CPU, else all
@@ -326,6 +327,8 @@ def dropout(x, key, layer_index, dropout_site, cfg):
 def attention_block(cfg, T):
     """Queries at a time in chunked attention of segments of T; None: dense or pallas."""
     kind = cfg.attention
+    if kind in ("auto", "chunked") and cfg.remat == "full" and T <= cfg.attn_block:
+        return None  # scores of one block are recomputed with their layer
     if kind == "auto":  # on a CPU, scores that stay in its cache are worth computing twice
         kind = "chunked" if jax.default_backend() == "cpu" or T >= 4 * cfg.attn_block else "dense"
     return cfg.attn_block if kind == "chunked" else None
@@ -350,76 +353,128 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block, window=None, drop=None):
 
     Queries come scaled, with the biases u and v added. Query t sees the keys kv_start <= s <= t + S - T. Row x of r is
     the position of distance S - 1 - x; rows from S on may hold anything (one of them saves a copy: X = S + 1).
-    block: queries at a time, recomputed in the backward pass; None: dense, all scores at once.
+    block: queries at a time, whose scores are computed again in the backward pass; None: dense, all scores are kept.
     window: keys that a query sees at most, itself included. drop: (seeds [B, 2], rate) or None.
     """
-    seeds, rate = drop or (None, 0)
-
-    def one_row(r, q_u, q_v, k, v, kv_start, seeds):
-        return attend_row(q_u, q_v, k, v, r, kv_start, block, window, drop and (seeds, rate))
-
-    args = (q_u, q_v, k, v, kv_start, seeds)
-    if len(q_u) == 1:  # a batch axis of 1 makes XLA on a CPU a third slower
-        return one_row(r, *jax.tree.map(lambda a: a[0], args))[None]
-    return jax.vmap(one_row, (None,) + (0,) * 6)(r, *args)
-
-
-def attend_row(q_u, q_v, k, v, r, kv_start, block, window, drop):
-    """`attention` of one row, in blocks of queries over the keys that their windows reach."""
-    (H, T, K), S = q_u.shape, k.shape[1]
+    (B, H, T, K), S = q_u.shape, k.shape[2]
     M, Q = S - T, min(block or T, T)
     pad = -T % Q
     blocks, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
+    seeds, entries = (drop[0], (drop[1], T, S)) if drop else (None, None)
     # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first. Behind it come
     # rows that no query meets: dynamic_slice would move a start that is too far right.
-    q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
-    kv_start = jnp.pad(kv_start, (0, pad))
+    q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
+    kv_start = jnp.pad(kv_start, ((0, 0), (0, pad)))
     behind = S + (1 if blocks == 1 else T + pad) - r.shape[1]
     r = jnp.pad(r, ((0, 0), (pad, max(behind, 0)), (0, 0)))
+    attend = attend_block if block is None else attend_block_remat
 
     def one_block(args):
         q_u, q_v, kv_start, i = args
         start = jnp.clip(i * Q + M + Q - W, 0, S + pad - W)
         t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
-        k_block, v_block = (lax.dynamic_slice_in_dim(a, start, W, 1) for a in (k, v))
+        k_block, v_block = (lax.dynamic_slice_in_dim(a, start, W, 2) for a in (k, v))
         r_block = lax.dynamic_slice_in_dim(r, start + (blocks - 1 - i) * Q, W + 1, 1)
-        return attend_block(q_u, q_v, k_block, v_block, r_block, kv_start, t, s, drop and (*drop, T, S))
+        return attend(q_u, q_v, k_block, v_block, r_block, kv_start, t, s, seeds, entries)[0]
 
     if blocks == 1:
         return one_block((q_u, q_v, kv_start, 0))
-    split = lambda a: jnp.moveaxis(a.reshape(H, blocks, Q, K), 1, 0)
-    args = (split(q_u), split(q_v), kv_start.reshape(blocks, Q), jnp.arange(blocks))
-    out = lax.map(jax.checkpoint(one_block), args)
-    return jnp.moveaxis(out, 0, 1).reshape(H, T + pad, K)[:, :T]
+    split = lambda a: jnp.moveaxis(a.reshape(B, H, blocks, Q, K), 2, 0)
+    args = (split(q_u), split(q_v), kv_start.reshape(B, blocks, Q).swapaxes(0, 1), jnp.arange(blocks))
+    out = lax.map(jax.checkpoint(one_block, policy=KEEP_ATTENDED), args)
+    return jnp.moveaxis(out, 0, 2).reshape(B, H, T + pad, K)[:, :, :T]
 
 
-def attend_block(q_u, q_v, k, v, r, kv_start, t, s, drop):
-    """Attention of queries [H, Q, K] of one row over keys [H, W, K]; t [Q], s [W]: their places among the S keys.
+@jax.custom_vjp
+def score_product(q, k):
+    """q [..., T, K], k [..., S, K] -> [..., T, S], float32 or wider."""
+    return jnp.einsum("...tk,...sk->...ts", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+
+
+def key_product(dscores, q):
+    """dscores [..., T, S], q [..., T, K] -> [..., S, K] in q's dtype."""
+    # XLA on a CPU sums over the second last axis of both at a quarter of its speed, unless q is transposed before.
+    q = lax.optimization_barrier(q.swapaxes(-1, -2))
+    out = jnp.einsum("...kt,...ts->...ks", q, dscores, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+    return lax.optimization_barrier(out).swapaxes(-1, -2).astype(q.dtype)
+
+
+def score_product_backward(saved, dscores):
+    q, k = saved
+    dq = jnp.einsum("...ts,...sk->...tk", dscores, k, preferred_element_type=dscores.dtype).astype(q.dtype)
+    return dq, key_product(dscores, q)
+
+
+score_product.defvjp(lambda q, k: (score_product(q, k), (q, k)), score_product_backward)
+
+
+def attention_scores(q_u, q_v, k, r, kv_start, t, s):
+    """Scores [B, H, Q, W] of queries [B, H, Q, K] and keys [B, H, W, K]; t [Q], s [W]: their places among all keys.
 
     The last query meets key w at row w of r [H, W + 1, K]; the extra row is never visible.
     """
-    H, Q, W = len(q_u), len(t), len(s)
-    acc = jnp.promote_types(q_u.dtype, jnp.float32)
-    content = jnp.einsum("htk,hsk->hts", q_u, k, preferred_element_type=acc)  # terms (a) and (c) of the paper
-    position = jnp.einsum("htk,hxk->htx", q_v, r, preferred_element_type=acc)  # terms (b) and (d)
+    (B, H, Q, K), W = q_u.shape, len(s)
+    content = score_product(q_u, k)  # terms (a) and (c) of the paper
+    # Terms (b) and (d). All rows meet the same positions: one product a head, which is twice as fast on a CPU.
+    position = score_product(q_v.swapaxes(0, 1).reshape(H, B * Q, K), r)
     # The relative shift: row t moves left by Q - 1 - t, by reading the same numbers in rows that are one shorter.
-    position = position.reshape(H, Q * (W + 1))[:, Q - 1 : Q - 1 + Q * W].reshape(H, Q, W)
-    visible = (kv_start[None, :, None] <= s[None, None]) & (s[None, None] <= t[None, :, None])  # [1, Q, W]
-    weights, total = unnormalized_softmax(jnp.where(visible, content + position, MASK_VALUE))
-    if drop is not None:
-        seeds, rate, T, S = drop
-        query = lax.iota(jnp.uint32, H)[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[None, :, None]
-        weights = hash_dropout(weights, seeds, query * S + s.astype(jnp.uint32)[None, None], rate)
-    out = jnp.einsum("hts,hsk->htk", weights.astype(v.dtype), v, preferred_element_type=acc)
-    return (out / total).astype(v.dtype)
+    position = position.reshape(H, B, Q * (W + 1))[:, :, Q - 1 : Q - 1 + Q * W].reshape(H, B, Q, W).swapaxes(0, 1)
+    visible = (kv_start[:, None, :, None] <= s) & (s <= t[:, None])  # [B, 1, Q, W]
+    return jnp.where(visible, content + position, MASK_VALUE)
+
+
+def drop_weights(weights, t, s, seeds, entries):
+    """Attention dropout of weights [B, H, Q, W]; entries: (rate, T, S) or None."""
+    if entries is None:
+        return weights
+    (rate, T, S), H = entries, weights.shape[1]
+    query = lax.iota(jnp.uint32, H)[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[:, None]
+    return hash_dropout(weights, seeds, (query * S + s.astype(jnp.uint32))[None], rate)
+
+
+def attend_block(q_u, q_v, k, v, r, kv_start, t, s, seeds, entries):
+    """Attention of a block of queries -> [B, H, Q, K], and the logarithm of its softmax's denominator [B, H, Q, 1]."""
+    weights, total, top = unnormalized_softmax(attention_scores(q_u, q_v, k, r, kv_start, t, s))
+    dropped = drop_weights(weights, t, s, seeds, entries).astype(v.dtype)
+    out = jnp.einsum("bhts,bhsk->bhtk", dropped, v, preferred_element_type=total.dtype)
+    return (out / total).astype(v.dtype), top + jnp.log(total)
+
+
+# The same, keeping for the backward pass nothing of size Q x W: scores are computed again there, and softmax's gradient
+# is written out (Dao et al. 2022, arXiv:2205.14135, appendix B). Autodiff under jax.checkpoint would also multiply by v
+# again. A change to the scores needs no change here.
+attend_block_remat = jax.custom_vjp(attend_block, nondiff_argnums=(9,))
+
+
+def attend_forward(*args):
+    out, log_total = (checkpoint_name(a, "attended") for a in attend_block(*args))
+    return (out, log_total), (args[:-1], out, log_total)
+
+
+def attend_backward(entries, saved, cotangents):
+    (q_u, q_v, k, v, r, kv_start, t, s, seeds), out, log_total = saved
+    dout, _ = cotangents  # log_total goes nowhere else
+    scores, scores_vjp = jax.vjp(lambda *args: attention_scores(*args, kv_start, t, s), q_u, q_v, k, r)
+    weights = jnp.exp(scores - log_total)
+    dropped = drop_weights(weights, t, s, seeds, entries).astype(v.dtype)
+    dv = key_product(dropped, dout)
+    dweights = jnp.einsum("bhtk,bhsk->bhts", dout, v, preferred_element_type=scores.dtype)
+    dweights = drop_weights(dweights, t, s, seeds, entries)
+    mean = (dout.astype(scores.dtype) * out).sum(-1, keepdims=True)  # of dweights, by weight
+    dscores = lax.optimization_barrier(weights * (dweights - mean))  # used three times: XLA would compute it thrice
+    dq_u, dq_v, dk, dr = scores_vjp(dscores)
+    return dq_u, dq_v, dk, dv, dr, None, None, None, None
+
+
+attend_block_remat.defvjp(attend_forward, attend_backward)
 
 
 def unnormalized_softmax(scores):
-    """Softmax over the last axis as (weights, their sum); a row that sees nothing gets weights 0, not NaN."""
+    """Softmax over the last axis as weights, their sum, the maximum subtracted; all masked: weights 0, not NaN."""
     top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), MASK_VALUE / 2))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    return weights, jnp.where(total == 0, 1, total)
+    return weights, jnp.where(total == 0, 1, total), top
 
 
 # one layer; p: its parameters in cfg.dtype
@@ -444,14 +499,24 @@ def project_heads(w, x, cfg):
 
 def project_q(p, x, cfg):
     """Scaled queries of x [B, T, D] with u and with v added: two [B, H, T, K]."""
-    q = project_heads(p["w_q"], x, cfg)
+    return add_biases(p, project_heads(p["w_q"], x, cfg), cfg)
+
+
+def add_biases(p, q, cfg):
     scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
-    return ((q + p[bias][None, :, None]) * scale for bias in ("u", "v"))
+    return tuple((q + p[bias][None, :, None]) * scale for bias in ("u", "v"))
+
+
+def join_kv(w_k, w_v):
+    """[..., D, 2 C]: one product for keys and values is faster than two."""
+    return jnp.concatenate([w.reshape(*w.shape[:-2], -1) for w in (w_k, w_v)], -1)
 
 
 def project_kv(p, x, cfg):
     """Keys and values [B, H, S, K] of x [B, S, D]."""
-    return project_heads(p["w_k"], x, cfg), project_heads(p["w_v"], x, cfg)
+    w_kv = p["w_kv"] if "w_kv" in p else join_kv(p["w_k"], p["w_v"])
+    kv = jnp.einsum("nd,dc->nc", x.reshape(-1, cfg.d_model), w_kv).reshape(*x.shape[:2], 2, cfg.n_head, cfg.d_head)
+    return kv[:, :, 0].swapaxes(1, 2), kv[:, :, 1].swapaxes(1, 2)
 
 
 def project_r(p, distances, cfg):
@@ -461,7 +526,7 @@ def project_r(p, distances, cfg):
 
 def output_projection(p, x, out, cfg, *, layer_index=0, key=None):
     """The end of the attention sublayer: its input x [B, T, D] and heads' outputs [B, H, T, K] -> [B, T, D]."""
-    out = jnp.einsum("bhtk,hkd->btd", out, p["w_o"])
+    out = checkpoint_name(jnp.einsum("bhtk,hkd->btd", out, p["w_o"]), "product")
     x = x + dropout(out, key, layer_index, 1, cfg)
     return x if cfg.pre_norm else layer_norm(x, p["ln1_scale"], p["ln1_bias"])
 
@@ -472,13 +537,25 @@ def attention_sublayer(p, x, mem, kv_start, positions, cfg, *, layer_index=0, ke
         cat = jnp.concatenate([mem, x], 1)
         if cfg.pre_norm:
             cat = layer_norm(cat, p["ln1_scale"], p["ln1_bias"])
-        q_u, q_v = project_q(p, cat[:, cfg.mem_len :], cfg)
+        q = project_heads(p["w_q"], cat[:, cfg.mem_len :], cfg)
         k, v = project_kv(p, cat, cfg)
         r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
-        drop = (dropout_seeds(key, layer_index, 0), cfg.dropatt) if key is not None and cfg.dropatt else None
+        T, block = x.shape[1], attention_block(cfg, x.shape[1])
+        if T <= (block or T):  # of long segments, these are recomputed with their rows: see run_layers
+            q, k, v, r = (checkpoint_name(a, "product") for a in (q, k, v, r))
+        seeds = dropout_seeds(key, layer_index, 0) if key is not None and cfg.dropatt else None
         window = cfg.mem_len + 1 if cfg.same_length else None
-        block = attention_block(cfg, x.shape[1])
-        out = attention_fn(cfg)(q_u, q_v, k, v, r, kv_start, block=block, window=window, drop=drop)
+
+        def attend(q, k, v, kv_start, seeds):
+            drop = None if seeds is None else (seeds, cfg.dropatt)
+            q_u, q_v = add_biases(p, q, cfg)
+            return attention_fn(cfg)(q_u, q_v, k, v, r, kv_start, block=block, window=window, drop=drop)
+
+        xs = (q, k, v, kv_start, seeds)
+        if block is None:
+            out = checkpoint_name(attend(*xs), "attended")
+        else:
+            out = map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg, KEEP_ATTENDED)
         return output_projection(p, x, out, cfg, layer_index=layer_index, key=key)
 
 
@@ -487,37 +564,42 @@ def feed_forward(p, x, cfg, *, layer_index=0, key=None):
     with jax.named_scope("feed_forward"):
         y = layer_norm(x, p["ln2_scale"], p["ln2_bias"]) if cfg.pre_norm else x
         y = y.reshape(-1, cfg.d_model)  # XLA on a CPU wants matrices here
-        y = jax.nn.relu(jnp.einsum("nd,df->nf", y, p["w_1"]) + p["b_1"][None])
+        y = checkpoint_name(jnp.einsum("nd,df->nf", y, p["w_1"]), "product")
+        y = jax.nn.relu(y + p["b_1"][None])
         y = dropout(y.reshape(*x.shape[:2], cfg.d_inner), key, layer_index, 2, cfg).reshape(y.shape)
-        y = (jnp.einsum("nf,fd->nd", y, p["w_2"]) + p["b_2"][None]).reshape(x.shape)
+        y = checkpoint_name(jnp.einsum("nf,fd->nd", y, p["w_2"]), "product")
+        y = (y + p["b_2"][None]).reshape(x.shape)
         x = x + dropout(y, key, layer_index, 3, cfg)
         return x if cfg.pre_norm else layer_norm(x, p["ln2_scale"], p["ln2_bias"])
 
 
 # all layers, under scan and rematerialisation
 
-DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+# What a checkpointed function keeps for its backward pass, by the names given with checkpoint_name: what attention of
+# one block returns; with it, of a layer, the products with weights.
+KEEP_ATTENDED = jax.checkpoint_policies.save_only_these_names("attended")
+KEEP_PRODUCTS = jax.checkpoint_policies.save_only_these_names("attended", "product")
 # Ops that gather sharded weights; recomputed in the backward pass where all else is kept.
 GATHER_OPS = ("all_gather", "slice", "reshape", "transpose", "squeeze", "convert_element_type")
 
 
 def cache_friendly_rows(T, cfg):
-    """Rows whose scores [T, S] of one head are at most 2**16 together, which stay in a CPU's cache."""
-    return max(2**16 // (T * (cfg.mem_len + T)), 1)
+    """Rows whose scores [T, S] of one head are at most 2**17 together, which stay in a CPU's cache."""
+    return max(2**17 // (T * (cfg.mem_len + T)), 1)
 
 
-def map_rows(f, xs, cpu_rows, cfg):
-    """f(*xs) -> [B, ...] for `layer_rows` rows at a time (0: `cpu_rows` on a CPU, else all), recomputed backward."""
+def map_rows(f, xs, cpu_rows, cfg, policy=None):
+    """f(*xs) -> [B, ...] for `layer_rows` rows at a time (0: `cpu_rows` on a CPU, else all), recomputed backward.
+
+    policy: what of it is kept for the backward pass, as jax.checkpoint takes it.
+    """
     B = len(xs[0])
     most = cfg.layer_rows or (cpu_rows if jax.default_backend() == "cpu" else B)
     rows = max(n for n in range(1, min(most, B) + 1) if B % n == 0)
     if rows == B:
-        return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False)(*xs)
-    if rows == 1:
-        one_row = lambda part: f(*jax.tree.map(lambda a: a[None], part))[0]
-        return lax.map(jax.checkpoint(one_row, prevent_cse=False), xs)
+        return f(*xs) if cfg.remat == "full" else jax.checkpoint(f, prevent_cse=False, policy=policy)(*xs)
     split = jax.tree.map(lambda a: a.reshape(B // rows, rows, *a.shape[1:]), xs)
-    out = lax.map(jax.checkpoint(lambda part: f(*part), prevent_cse=False), split)
+    out = lax.map(jax.checkpoint(lambda part: f(*part), prevent_cse=False, policy=policy), split)
     return out.reshape(B, *out.shape[2:])
 
 
@@ -534,7 +616,7 @@ def scan_layers(layer_fn, x, weights, mem_h, cfg):
     is written out here: left to autodiff, the stack would exist twice.
     """
     layer_indices = jnp.arange(cfg.n_layer)
-    kept = jax.checkpoint(layer_fn, prevent_cse=False, policy=DOTS) if cfg.remat == "dots" else layer_fn
+    kept = jax.checkpoint(layer_fn, prevent_cse=False, policy=KEEP_PRODUCTS) if cfg.remat == "dots" else layer_fn
 
     def run(x, weights):
         return lax.scan(lambda x, args: (kept(x, *args), x), x, (weights, mem_h, layer_indices))
@@ -588,12 +670,13 @@ def run_layers(params, ids, mems, cfg, key=None, gather_layer=None):
         xs = (x, mem, real, kv_start, key)
         if cfg.remat == "full":
             return map_rows(whole_layer, xs, max(256 // T, 1), cfg)
-        if attention_block(cfg, T) is None:
+        if T <= (attention_block(cfg, T) or T):
             return whole_layer(*xs)
-        return feed_forward(p, map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg), cfg, key=key, **rest)
+        out = map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg, KEEP_ATTENDED)
+        return feed_forward(p, out, cfg, key=key, **rest)
 
     if gather_layer and cfg.remat == "none":  # keep all for the backward pass but gathered weights
-        keep = DOTS if attention_block(cfg, T) else lambda op, *_, **__: op.name not in GATHER_OPS
+        keep = KEEP_PRODUCTS if attention_block(cfg, T) else lambda op, *_, **__: op.name not in GATHER_OPS
         layer_fn = jax.checkpoint(layer_fn, prevent_cse=False, policy=keep)
     x = dropout(embed(params, ids, cfg), key, cfg.n_layer, 0, cfg)
     x, inputs = scan_layers(layer_fn, x, layer_params(params, cfg), mem_h, cfg)
@@ -709,8 +792,8 @@ def unstack(params, cfg):
     if isinstance(params["layers"], tuple):
         return params
     stacked = jax.tree.map(lambda a: a.astype(cfg.dtype), layer_params(params, cfg))
-    for name in ("w_q", "w_k", "w_v"):
-        stacked[name] = stacked[name].reshape(cfg.n_layer, cfg.d_model, -1)
+    stacked["w_q"] = stacked["w_q"].reshape(cfg.n_layer, cfg.d_model, -1)
+    stacked["w_kv"] = join_kv(stacked.pop("w_k"), stacked.pop("w_v"))
     layers = tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(cfg.n_layer))
     return {**params, "layers": layers}
 
@@ -736,7 +819,7 @@ def attend_ring(q_u, q_v, k, v, r, pos, reach):
     # Ring entry s is (pos - s) mod S tokens back: rotate the logits, never the ring.
     position = lax.dynamic_slice_in_dim(jnp.concatenate([position, position], 1), S - 1 - pos, S, 1)
     visible = jnp.repeat((pos - jnp.arange(S))[None] % S <= reach[:, None], H, 0)
-    weights, total = unnormalized_softmax(jnp.where(visible, content + position, MASK_VALUE))
+    weights, total, _ = unnormalized_softmax(jnp.where(visible, content + position, MASK_VALUE))
     out = jnp.einsum("ns,nsk->nk", weights.astype(v.dtype), v, preferred_element_type=acc)
     return (out / total).astype(v.dtype).reshape(B, H, 1, K)
 

@@ -57,12 +57,13 @@ def recompute(cfg, run):
     once = cfg.n_layer * layer + loss
     remat = cfg.remat
     if remat == "none" and run.shard == "params" and block is not None:
-        remat = "dots"  # see txl.forward
-    again = {"none": 0, "dots": scores, "full": layer}[remat]
-    if block is not None and remat == "none":
-        again = scores + projections
-    if block is not None and block < run.tgt_len:
-        again += scores
+        remat = "dots"  # see txl.run_layers
+    twice = 2 * scores // 3  # of a layer's three products of T x S x K, those that make scores
+    again = {"none": 0, "dots": 0 if cfg.attention == "pallas" else twice, "full": layer}[remat]
+    if block is not None and remat != "full":
+        again = twice + (projections if block < run.tgt_len else 0)
+    elif block is not None and block < run.tgt_len:
+        again += twice
     if cfg.attention == "pallas":
         again += 4 * scores  # its gradients: 18 products of T x S x K where 6 would do
     return 1 + (cfg.n_layer * again + (loss if cfg.loss_chunk else 0)) / (3 * once)
