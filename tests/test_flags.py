@@ -245,7 +245,8 @@ def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
 def test_a_script_starts_again_with_huge_pages_unless_the_user_set_them(given, want, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys; from data import flags; flags.use_huge_pages(); print(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
+        "import os, sys\nfrom data import flags\n"
+        "flags.use_huge_pages()\nprint(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": given}
     command = [sys.executable, script, "--prompt", "two words"]
