@@ -53,7 +53,7 @@ def slopes(cfg, run, tiny):
         sized = replace(cfg, n_layer=n, **THRIFTY)
         yield {"what": "layers", "n_layer": n, "total_mib": total_mib(compile_step(sized, run))}
     for n in (8, 16) if tiny else (256, 512, 1024, 2048):
-        for name, options in (("thrifty", THRIFTY), ("dense", dict(attention="dense"))):
+        for name, options in (("thrifty", THRIFTY), ("dense", dict(remat="none", attention="dense"))):
             compiled = compile_step(replace(cfg, mem_len=n, **options), replace(run, tgt_len=n))
             yield {"what": name, "tgt_len": n, "mem_len": n, "total_mib": total_mib(compiled)}
 
@@ -67,7 +67,7 @@ def compare_times(settings, n_devices, blocks):
 def time_of_thrift(cfg, run, tiny, blocks=7):
     """Yields the time of the thriftiest options over that of the fastest: 3 layers, 2 rows, else enwik8 base."""
     cfg, run = replace(cfg, n_layer=3), replace(run, batch=2)
-    fast = {"auto": {}, "dense": dict(attention="dense")}
+    fast = {"auto": {}, "dense": dict(remat="none", attention="dense")}
     settings = {name: (replace(cfg, **more), run) for name, more in {**fast, "thrifty": THRIFTY}.items()}
     seconds = compare_times(settings, 1, blocks)
     medians = {f"{name}_ms": 1e3 * statistics.median(s) for name, s in seconds.items()}
