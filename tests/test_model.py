@@ -12,6 +12,7 @@ import numpy as np
 import numpy_model
 import pytest
 from conftest import load_reference, make_ids, make_mems, make_params, part, worst
+from jax.extend.core import jaxprs_in_params
 
 import txl
 from data.import_checkpoint import convert
@@ -382,6 +383,27 @@ def training_program(cfg, T):
 
 def shapes_in(text):
     return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[(\d+(?:,\d+)+)\]", text)}
+
+
+def count_products(jaxpr):
+    """Matrix products of a program, those of a loop once."""
+    inner = [count_products(sub) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
+    return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns) + sum(inner)
+
+
+def test_the_backward_pass_computes_only_the_products_again_that_its_options_say():
+    def products(**options):
+        cfg = small(**options)
+        mems = make_mems(cfg, B)
+        ids = make_ids(cfg, B, 8)
+        grad = jax.grad(lambda params: txl.loss_fn(params, ids, ids, mems, cfg)[0])
+        return count_products(jax.make_jaxpr(grad)(make_params(cfg)).jaxpr)
+
+    once = products(remat="none", attention="dense")
+    for remat in ("none", "dots"):
+        assert products(remat=remat, attention="chunked") == once + 2  # those that make scores
+    long = products(remat="dots", attention="chunked", attn_block=4)
+    assert long == once + 2 + 3  # and queries, keys with values, positions
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

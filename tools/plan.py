@@ -59,7 +59,7 @@ def recompute(cfg, run):
     if remat == "none" and run.shard == "params" and block is not None:
         remat = "dots"  # see txl.run_layers
     twice = 2 * scores // 3  # of a layer's three products of T x S x K, those that make scores
-    again = {"none": 0, "dots": 0 if cfg.attention == "pallas" else twice, "full": layer}[remat]
+    again = {"none": 0, "dots": 0 if cfg.attention == "pallas" else scores, "full": layer}[remat]
     if block is not None and remat != "full":
         again = twice + (projections if block < run.tgt_len else 0)
     elif block is not None and block < run.tgt_len:
