@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
@@ -362,7 +363,8 @@ def _attention_forward(tiles, at_once, q_u, q_v, k, v, r, kv_start):
         out, lse = _run(_forward, tiles.n, (q_u, q_v, kv_start, k, v, r), [1, 1, 1, 0, 0, 0], [_like(q_u), row], tiles)
         return out[:, :, -T:, :K], lse
 
-    out, lse = _map_rows(some_rows, at_once, q_u, q_v, k, v, kv_start)
+    # The name that txl.py keeps these by: else remat=dots would run this again for them.
+    out, lse = (checkpoint_name(a, "attended") for a in _map_rows(some_rows, at_once, q_u, q_v, k, v, kv_start))
     return out, (q_u, q_v, k, v, r, kv_start, out, lse)
 
 

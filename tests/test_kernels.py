@@ -203,6 +203,17 @@ def test_the_model_computes_the_same_with_it(monkeypatch):
     assert [program.count("relative_attention") > 0 for program in programs] == [True, False]
 
 
+@pytest.mark.parametrize("remat, kernels_of_a_layer", [("none", 4), ("dots", 4), ("full", 5)])
+def test_only_remat_full_runs_the_forward_kernel_again_in_the_backward_pass(remat, kernels_of_a_layer, monkeypatch):
+    monkeypatch.setattr(kernels, "check", lambda device: None)
+    monkeypatch.setattr(kernels, "attention", partial(kernels.attention, device="gpu"))
+    cfg = txl.Config(n_token=5, n_layer=2, n_head=3, d_model=10, d_head=4, d_inner=14, mem_len=6, attention="pallas")
+    cfg = dataclasses.replace(cfg, remat=remat)
+    args = make_params(cfg), make_ids(cfg, 2, 8), make_ids(cfg, 2, 8), make_mems(cfg, 2)
+    program = jax.make_jaxpr(jax.grad(lambda *args: txl.loss_fn(*args, cfg)[0]))(*args)
+    assert str(program).count("= relative_attention[") == kernels_of_a_layer
+
+
 def test_what_it_cannot_do_is_refused_in_one_line():
     *args, _ = inputs(1, 1, 3, 0, 4)
     attend = partial(kernels.attention, *args, np.zeros((1, 3), np.int32), block=None)
