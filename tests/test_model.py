@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_model
+import optax
 import pytest
 from conftest import load_reference, make_ids, make_mems, make_params, part, worst
 from jax.extend.core import jaxprs_in_params
@@ -120,6 +121,35 @@ def test_other_lengths_in_evaluation_give_the_originals_losses_last_short_segmen
         loss, mems = token_losses(params, ids[:, start:end], ids[:, start + 1 : end + 1], mems, cfg)
         losses.append(loss)
     np.testing.assert_allclose(np.concatenate(losses, 1), arrays["eval_loss"], 0, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["base", "adaptive_div2"])
+def test_a_training_run_follows_the_originals(name):
+    cfg, params, _, want, arrays = from_reference(name, "float32")
+    run, T = want["traj"], want["tgt_len"]
+    lr = lambda step: run["lr"] * 0.5 * (1 + jnp.cos(math.pi * step / run["steps"]))
+    adam = optax.adam(lr, *run["betas"], eps=run["eps"])
+    optimizer = optax.chain(optax.clip_by_global_norm(run["clip"]), adam)
+
+    @jax.jit
+    def step(params, state, ids, targets, mems):
+        (loss, mems), grads = jax.value_and_grad(txl.loss_fn, has_aux=True)(params, ids, targets, mems, cfg)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, mems, loss, optax.tree.norm(grads)
+
+    ids, mems, losses, norms = arrays["traj/tokens"], make_mems(cfg, want["batch"]), [], []
+    state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), jax.eval_shape(optimizer.init, params))
+    for n in range(run["steps"]):
+        segment, targets = ids[:, n * T : n * T + T], ids[:, n * T + 1 : n * T + T + 1]
+        params, state, mems, loss, norm = step(params, state, segment, targets, mems)
+        losses.append(loss)
+        norms.append(norm)
+    np.testing.assert_allclose(losses, arrays["traj/loss"], 0, 1e-3)  # float32 against float64 over a run of Adam
+    np.testing.assert_allclose(norms, arrays["traj/grad_norm"], 0, 1e-3)
+    final = dict(n_head=want["n_head"], mem_len=1, cutoffs=want["cutoffs"], div_val=want["div_val"])
+    _, end = convert(part(arrays, "traj/param/"), layout="pytorch", **final)
+    relative = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    assert max(jax.tree.leaves(jax.tree.map(relative, params, end))) < 1e-2
 
 
 # the numpy model
