@@ -334,6 +334,14 @@ def attention_block(cfg, T):
     return cfg.attn_block if kind == "chunked" else None
 
 
+def keeps_projections(cfg, T):
+    """Whether queries, keys and values of a segment of T are kept for the backward pass, unless remat is full.
+
+    Those of segments longer than a block of chunked attention are recomputed, a few rows at a time, with their scores.
+    """
+    return T <= (attention_block(cfg, T) or T)
+
+
 def attention_fn(cfg):
     """The attention function of a config. ValueError where this machine's devices can't run it."""
     if cfg.attention != "pallas":
@@ -387,12 +395,12 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block, window=None, drop=None):
 
 @jax.custom_vjp
 def score_product(q, k):
-    """q [..., T, K], k [..., S, K] -> [..., T, S], float32 or wider."""
+    """q [..., T, K], k [..., S, K] -> [..., T, S], float32 or wider; its gradient is written out for `key_product`."""
     return jnp.einsum("...tk,...sk->...ts", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
 
 
 def key_product(dscores, q):
-    """dscores [..., T, S], q [..., T, K] -> [..., S, K] in q's dtype."""
+    """The gradient of keys: dscores [..., T, S], q [..., T, K] -> [..., S, K] in q's dtype."""
     # XLA on a CPU sums over the second last axis of both at a quarter of its speed, unless q is transposed before.
     q = lax.optimization_barrier(q.swapaxes(-1, -2))
     out = jnp.einsum("...kt,...ts->...ks", q, dscores, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
@@ -424,10 +432,11 @@ def attention_scores(q_u, q_v, k, r, kv_start, t, s):
 
 
 def drop_weights(weights, t, s, seeds, entries):
-    """Attention dropout of weights [B, H, Q, W]; entries: (rate, T, S) or None."""
+    """Attention dropout of weights [B, H, Q, W]; entries: the rate and the sizes T, S of all weights, or None."""
     if entries is None:
         return weights
-    (rate, T, S), H = entries, weights.shape[1]
+    rate, T, S = entries
+    H = weights.shape[1]
     query = lax.iota(jnp.uint32, H)[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[:, None]
     return hash_dropout(weights, seeds, (query * S + s.astype(jnp.uint32))[None], rate)
 
@@ -460,8 +469,8 @@ def attend_backward(entries, saved, cotangents):
     dv = key_product(dropped, dout)
     dweights = jnp.einsum("bhtk,bhsk->bhts", dout, v, preferred_element_type=scores.dtype)
     dweights = drop_weights(dweights, t, s, seeds, entries)
-    mean = (dout.astype(scores.dtype) * out).sum(-1, keepdims=True)  # of dweights, by weight
-    dscores = lax.optimization_barrier(weights * (dweights - mean))  # used three times: XLA would compute it thrice
+    mean = (dout.astype(scores.dtype) * out).sum(-1, keepdims=True)  # sum of weights * dweights
+    dscores = lax.optimization_barrier(weights * (dweights - mean))  # without it XLA computes this for each of 3 uses
     dq_u, dq_v, dk, dr = scores_vjp(dscores)
     return dq_u, dq_v, dk, dv, dr, None, None, None, None
 
@@ -503,6 +512,7 @@ def project_q(p, x, cfg):
 
 
 def add_biases(p, q, cfg):
+    """Queries [B, H, T, K] scaled, with u added and with v added."""
     scale = jnp.asarray(cfg.d_head**-0.5, cfg.dtype)
     return tuple((q + p[bias][None, :, None]) * scale for bias in ("u", "v"))
 
@@ -541,7 +551,7 @@ def attention_sublayer(p, x, mem, kv_start, positions, cfg, *, layer_index=0, ke
         k, v = project_kv(p, cat, cfg)
         r = jnp.einsum("xd,dhk->hxk", positions, p["w_r"])
         T, block = x.shape[1], attention_block(cfg, x.shape[1])
-        if T <= (block or T):  # of long segments, these are recomputed with their rows: see run_layers
+        if keeps_projections(cfg, T):
             q, k, v, r = (checkpoint_name(a, "product") for a in (q, k, v, r))
         seeds = dropout_seeds(key, layer_index, 0) if key is not None and cfg.dropatt else None
         window = cfg.mem_len + 1 if cfg.same_length else None
@@ -552,10 +562,7 @@ def attention_sublayer(p, x, mem, kv_start, positions, cfg, *, layer_index=0, ke
             return attention_fn(cfg)(q_u, q_v, k, v, r, kv_start, block=block, window=window, drop=drop)
 
         xs = (q, k, v, kv_start, seeds)
-        if block is None:
-            out = checkpoint_name(attend(*xs), "attended")
-        else:
-            out = map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg, KEEP_ATTENDED)
+        out = map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg, KEEP_ATTENDED) if block else attend(*xs)
         return output_projection(p, x, out, cfg, layer_index=layer_index, key=key)
 
 
@@ -670,7 +677,7 @@ def run_layers(params, ids, mems, cfg, key=None, gather_layer=None):
         xs = (x, mem, real, kv_start, key)
         if cfg.remat == "full":
             return map_rows(whole_layer, xs, max(256 // T, 1), cfg)
-        if T <= (attention_block(cfg, T) or T):
+        if keeps_projections(cfg, T):
             return whole_layer(*xs)
         out = map_rows(attend, xs, cache_friendly_rows(T, cfg), cfg, KEEP_ATTENDED)
         return feed_forward(p, out, cfg, key=key, **rest)

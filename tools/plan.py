@@ -14,7 +14,7 @@ from dataclasses import replace
 import jax
 
 from data import flags
-from txl import attention_block
+from txl import attention_block, keeps_projections
 
 MIB = 2**20
 MIN_MEMORY = dict(remat="full", attention="chunked", layer_rows=1)  # the least memory, but for loss_chunk
@@ -55,15 +55,14 @@ def recompute(cfg, run):
     scores, projections, feed_forward, loss = forward_products(cfg, run.tgt_len)
     block, layer = attention_block(cfg, run.tgt_len), scores + projections + feed_forward
     once = cfg.n_layer * layer + loss
-    remat = cfg.remat
-    if remat == "none" and run.shard == "params" and block is not None:
-        remat = "dots"  # see txl.run_layers
-    twice = 2 * scores // 3  # of a layer's three products of T x S x K, those that make scores
-    again = {"none": 0, "dots": 0 if cfg.attention == "pallas" else scores, "full": layer}[remat]
-    if block is not None and remat != "full":
-        again = twice + (projections if block < run.tgt_len else 0)
-    elif block is not None and block < run.tgt_len:
-        again += twice
+    make_scores = 2 * scores // 3  # of a layer's three products of T x S x K
+    chunked = 0 if block is None else make_scores + (0 if keeps_projections(cfg, run.tgt_len) else projections)
+    if cfg.remat == "full":
+        again = layer + (0 if keeps_projections(cfg, run.tgt_len) else make_scores)
+    elif cfg.remat == "dots" and block is None and cfg.attention != "pallas":
+        again = scores
+    else:
+        again = chunked
     if cfg.attention == "pallas":
         again += 4 * scores  # its gradients: 18 products of T x S x K where 6 would do
     return 1 + (cfg.n_layer * again + (loss if cfg.loss_chunk else 0)) / (3 * once)

@@ -24,7 +24,7 @@ from tools.bench.harness import package_versions, settle_level, status_mib
 PACKAGES = 'torch==2.13.0 transformers==4.30.2 x-transformers==2.31.10 "numpy<2"'
 INSTALL = f"pip install {PACKAGES} into an environment of its own: --torch_python"
 PARTNERS = ("hf", "xt", "matmul")
-BLOCK_STEPS = {"small": 3, "long": 3}
+BLOCK_STEPS = 3
 PRODUCTS = 100  # matrix products in one block of the matmul worker
 
 WIDE = dict(n_token=256, d_model=256, n_head=8, d_head=32, d_inner=1024)
@@ -41,12 +41,12 @@ def merge(shape, options):
     return {**shape, **options, "run": {**shape.get("run", {}), **options.get("run", {})}}
 
 
-def import_torch(library="transformers"):
+def import_torch(name="transformers"):
     """torch and a library that needs it."""
     try:
         import torch
 
-        library = importlib.import_module(library)
+        library = importlib.import_module(name)
     except ImportError as error:
         sys.exit(f"{sys.executable}: {error}; {INSTALL}")
     torch.set_num_threads(os.cpu_count())
@@ -125,9 +125,10 @@ def xt_worker(shape):
             attn_layers=xt.Decoder(**sizes, rotary_pos_emb=True),
         )
 
-    return torch_worker(
-        shape, "x_transformers", build, lambda model, ids, mems: model(ids, mems=mems, return_mems=True)
-    )
+    def forward(model, ids, mems):
+        return model(ids, mems=mems, return_mems=True)
+
+    return torch_worker(shape, "x_transformers", build, forward)
 
 
 def hf_reader_worker(shape):
@@ -221,7 +222,7 @@ def compare(setting, args):
     base = merge(TINY if args.tiny else SHAPES[setting], {"run": ADAM})
     options = [json.loads(text) for text in args.ours or ["{}"]]
     shapes = {f"ours{i}": merge({"dropout": 0.0, **base}, option) for i, option in enumerate(options)}
-    steps = args.steps or (1 if args.tiny else BLOCK_STEPS[setting])
+    steps = args.steps or (1 if args.tiny else BLOCK_STEPS)
     with contextlib.ExitStack() as stack:
         workers = {}
         for name in PARTNERS:
