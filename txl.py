@@ -368,7 +368,7 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block, window=None, drop=None):
     M, Q = S - T, min(block or T, T)
     pad = -T % Q
     blocks, W = (T + pad) // Q, min(S + pad, (window or S + pad) + Q - 1)
-    seeds, entries = (drop[0], (drop[1], T, S)) if drop else (None, None)
+    seeds, dropatt = (drop[0], (drop[1], T, S)) if drop else (None, None)
     # Queries and keys that pad T to whole blocks come last, so r gets rows for greater distances first. Behind it come
     # rows that no query meets: dynamic_slice would move a start that is too far right.
     q_u, q_v, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0))) for a in (q_u, q_v, k, v))
@@ -383,7 +383,7 @@ def attention(q_u, q_v, k, v, r, kv_start, *, block, window=None, drop=None):
         t, s = i * Q + M + jnp.arange(Q), start + jnp.arange(W)
         k_block, v_block = (lax.dynamic_slice_in_dim(a, start, W, 2) for a in (k, v))
         r_block = lax.dynamic_slice_in_dim(r, start + (blocks - 1 - i) * Q, W + 1, 1)
-        return attend(q_u, q_v, k_block, v_block, r_block, kv_start, t, s, seeds, entries)[0]
+        return attend(q_u, q_v, k_block, v_block, r_block, kv_start, t, s, seeds, dropatt)[0]
 
     if blocks == 1:
         return one_block((q_u, q_v, kv_start, 0))
@@ -431,20 +431,20 @@ def attention_scores(q_u, q_v, k, r, kv_start, t, s):
     return jnp.where(visible, content + position, MASK_VALUE)
 
 
-def drop_weights(weights, t, s, seeds, entries):
-    """Attention dropout of weights [B, H, Q, W]; entries: the rate and the sizes T, S of all weights, or None."""
-    if entries is None:
+def drop_weights(weights, t, s, seeds, dropatt):
+    """Attention dropout of weights [B, H, Q, W]; dropatt: (rate, T, S) with the sizes of all weights, or None."""
+    if dropatt is None:
         return weights
-    rate, T, S = entries
+    rate, T, S = dropatt
     H = weights.shape[1]
     query = lax.iota(jnp.uint32, H)[:, None, None] * T + (t - (S - T)).astype(jnp.uint32)[:, None]
     return hash_dropout(weights, seeds, (query * S + s.astype(jnp.uint32))[None], rate)
 
 
-def attend_block(q_u, q_v, k, v, r, kv_start, t, s, seeds, entries):
-    """Attention of a block of queries -> [B, H, Q, K], and the logarithm of its softmax's denominator [B, H, Q, 1]."""
+def attend_block(q_u, q_v, k, v, r, kv_start, t, s, seeds, dropatt):
+    """Attention of a block of queries -> [B, H, Q, K], and the logsumexp of its scores [B, H, Q, 1]."""
     weights, total, top = unnormalized_softmax(attention_scores(q_u, q_v, k, r, kv_start, t, s))
-    dropped = drop_weights(weights, t, s, seeds, entries).astype(v.dtype)
+    dropped = drop_weights(weights, t, s, seeds, dropatt).astype(v.dtype)
     out = jnp.einsum("bhts,bhsk->bhtk", dropped, v, preferred_element_type=total.dtype)
     return (out / total).astype(v.dtype), top + jnp.log(total)
 
@@ -455,27 +455,27 @@ def attend_block(q_u, q_v, k, v, r, kv_start, t, s, seeds, entries):
 attend_block_remat = jax.custom_vjp(attend_block, nondiff_argnums=(9,))
 
 
-def attend_forward(*args):
-    out, log_total = (checkpoint_name(a, "attended") for a in attend_block(*args))
-    return (out, log_total), (args[:-1], out, log_total)
+def attend_block_forward(*args):
+    out, lse = (checkpoint_name(a, "attended") for a in attend_block(*args))
+    return (out, lse), (args[:-1], out, lse)
 
 
-def attend_backward(entries, saved, cotangents):
-    (q_u, q_v, k, v, r, kv_start, t, s, seeds), out, log_total = saved
-    dout, _ = cotangents  # log_total goes nowhere else
+def attend_block_backward(dropatt, saved, cotangents):
+    (q_u, q_v, k, v, r, kv_start, t, s, seeds), out, lse = saved
+    dout, _ = cotangents  # lse goes nowhere else
     scores, scores_vjp = jax.vjp(lambda *args: attention_scores(*args, kv_start, t, s), q_u, q_v, k, r)
-    weights = jnp.exp(scores - log_total)
-    dropped = drop_weights(weights, t, s, seeds, entries).astype(v.dtype)
+    weights = jnp.exp(scores - lse)
+    dropped = drop_weights(weights, t, s, seeds, dropatt).astype(v.dtype)
     dv = key_product(dropped, dout)
     dweights = jnp.einsum("bhtk,bhsk->bhts", dout, v, preferred_element_type=scores.dtype)
-    dweights = drop_weights(dweights, t, s, seeds, entries)
+    dweights = drop_weights(dweights, t, s, seeds, dropatt)
     mean = (dout.astype(scores.dtype) * out).sum(-1, keepdims=True)  # sum of weights * dweights
     dscores = lax.optimization_barrier(weights * (dweights - mean))  # without it XLA computes this for each of 3 uses
     dq_u, dq_v, dk, dr = scores_vjp(dscores)
     return dq_u, dq_v, dk, dv, dr, None, None, None, None
 
 
-attend_block_remat.defvjp(attend_forward, attend_backward)
+attend_block_remat.defvjp(attend_block_forward, attend_block_backward)
 
 
 def unnormalized_softmax(scores):
