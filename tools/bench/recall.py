@@ -119,12 +119,14 @@ def accuracies(model, mem_len, texts, T):
 
 
 def write_prompt(path, rng, flags, memory):
-    """Writes a prompt that ends in a question for a fact of an earlier segment, further back than `memory`.
+    """Writes a prompt that ends in a question for a fact of an earlier segment, as far back as `memory` reaches.
 
     Returns the answer, the words of the prompt and how far back the fact stands.
     """
     words, answers = make_text(rng, 16 * flags["tgt_len"], 2 * memory)
-    at, distance = next((at, k) for at, k in reversed(answers) if k > 1.5 * memory and at % flags["tgt_len"] < k)
+    at, distance = next(
+        (at, k) for at, k in reversed(answers) if memory / 2 < k <= memory and at % flags["tgt_len"] < k
+    )
     path.write_text(" ".join(words[:at]), encoding="utf-8")
     return words[at], at, distance
 
