@@ -42,7 +42,7 @@ ONE_CALL = ("out", "devices", "resume", "init", "eval_only", "run", "split", "js
 ONE_CALL += ("mem_fraction", "preallocate", "profile", "coordinator", "process_id", "n_processes")
 CHOICES = {
     "optimizer": ("adam", "adamw", "muon"),
-    "schedule": ("cosine", "inv_sqrt", "constant"),
+    "schedule": ("linear", "cosine", "inv_sqrt", "constant"),
     "shard": ("none", "opt", "params"),
     "split": prepare.SPLITS,
 }
@@ -69,10 +69,10 @@ class TrainConfig:
     batch: int = 32  # rows of the whole step, over all devices
     tgt_len: int = 64  # tokens of a row in one step
     optimizer: str = "muon"  # adam, adamw or muon (matrices by Muon, the rest by Adam)
-    lr: float = 1e-2  # peak learning rate; adam and adamw want about a fifth of muon's
-    lr_min: float = 0.0  # cosine: where the learning rate ends, as a share of the peak
+    lr: float = 5e-3  # peak learning rate; adam and adamw want less than muon: about 2e-3
+    lr_min: float = 0.0  # linear, cosine: where the learning rate ends, as a share of the peak
     warmup: int = 50  # steps from 0 to the peak
-    schedule: str = "cosine"  # cosine, inv_sqrt or constant
+    schedule: str = "linear"  # from the peak: linear, cosine, inv_sqrt or constant
     beta2: float = 0.99  # Adam's second decay rate
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient
@@ -303,6 +303,7 @@ def make_schedule(run):
         step = jnp.asarray(step, jnp.float32)
         done = jnp.clip((step - run.warmup) / max(run.steps - run.warmup, 1), 0, 1)
         shape = {
+            "linear": run.lr_min + (1 - run.lr_min) * (1 - done),
             "cosine": run.lr_min + (1 - run.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * done)),
             "inv_sqrt": jnp.sqrt(max(run.warmup, 1) / jnp.maximum(step + 1, max(run.warmup, 1))),
             "constant": jnp.float32(1),

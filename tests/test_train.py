@@ -159,6 +159,8 @@ def test_losses_do_not_depend_on_devices_or_on_parts_of_the_batch_with_dropout_o
 @pytest.mark.parametrize(
     "schedule, lr_min, want",  # at 0, 1, 3, 4, 10, 19, 20 steps done, of 20 with 4 of warm-up
     [
+        ("linear", 0.0, [0.25, 0.5, 1, 1, 10 / 16, 1 / 16, 0]),
+        ("linear", 0.1, [0.25, 0.5, 1, 1, 0.1 + 0.9 * 10 / 16, 0.1 + 0.9 / 16, 0.1]),
         ("cosine", 0.0, [0.25, 0.5, 1, 1, 0.5 + 0.5 * math.cos(math.pi * 6 / 16), 0.009607, 0]),
         ("cosine", 0.1, [0.25, 0.5, 1, 1, 0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * 6 / 16)), 0.108646, 0.1]),
         ("inv_sqrt", 0.0, [0.25, 0.5, 1, math.sqrt(4 / 5), math.sqrt(4 / 11), math.sqrt(4 / 20), math.sqrt(4 / 21)]),
