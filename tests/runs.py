@@ -106,9 +106,20 @@ def stopped(step, *words, number=signal.SIGINT, **flags):
 def refused(outcome, *words):
     """Asserts that a call ended with one line that has all `words`."""
     assert isinstance(outcome.code, str), outcome  # a text is printed, and the process exits with 1
-    assert "\n" not in outcome.code
+    assert_one_line(outcome.code, words)
+
+
+def fails(call, *words):
+    """Asserts that `call` raises a ValueError of one line that has all words."""
+    with pytest.raises(ValueError) as e:
+        call()
+    assert_one_line(str(e.value), words)
+
+
+def assert_one_line(message, words):
+    assert "\n" not in message
     for word in words:
-        assert str(word) in outcome.code, f"no {word!r} in: {outcome.code}"
+        assert str(word) in message, f"no {word!r} in: {message}"
 
 
 def log(folder):

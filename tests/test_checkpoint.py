@@ -11,8 +11,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import make_params, worst
-from runs import raw, save_model, write_raw
+from conftest import make_params
+from runs import fails, raw, save_model, write_raw
 
 import txl
 from data import checkpoint
@@ -44,15 +44,6 @@ def same(found):
     return found.keys() == ARRAYS.keys() and all(found[name].tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
 
 
-def fails(call, *words):
-    """Asserts that `call` raises a ValueError of one line that has all words."""
-    with pytest.raises(ValueError) as e:
-        call()
-    assert "\n" not in str(e.value)
-    for word in words:
-        assert str(word) in str(e.value), f"no {word!r} in: {e.value}"
-
-
 def test_arrays_and_metadata_come_back_bit_for_bit_bfloat16_and_scalars_too(tmp_path):
     checkpoint.save(tmp_path / "c.npz", ARRAYS, {"run": {"step": 3}})
     meta, found = checkpoint.read(tmp_path / "c.npz", want)
@@ -62,24 +53,13 @@ def test_arrays_and_metadata_come_back_bit_for_bit_bfloat16_and_scalars_too(tmp_
     assert [p.name for p in tmp_path.iterdir()] == ["c.npz"]  # no temporary file
 
 
-def test_a_model_is_loaded_with_config_vocabulary_and_what_a_resume_needs(tmp_path):
-    path = model(tmp_path)
-    cfg, params, vocab, run = checkpoint.load(tmp_path)
-    assert cfg == CFG and vocab == {"kind": "byte"} and worst(params, make_params(CFG)) == 0
-    assert (run["step"], run["flags"]["tgt_len"], run["path"]) == (5, 8, str(path))
-    names = checkpoint.flatten({"params": params}).keys()
-    assert {"params/u", "params/layers/w_q"} < names and names == raw(path)[1].keys()
-
-
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_temporary_file(tmp_path, monkeypatch):
     before = two(tmp_path)
-    for path, meta, error in ((tmp_path / "last.npz", {"run": object()}, TypeError), (tmp_path / "no/c", {}, OSError)):
-        with pytest.raises(error):
-            checkpoint.save(path, ARRAYS, meta)
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path / "last.npz", ARRAYS, {"run": object()})
     monkeypatch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # as on a full disk
-    with pytest.raises(OSError, match="not saved") as e:
+    with pytest.raises(OSError, match="not saved"):
         checkpoint.save(tmp_path / "last.npz", ARRAYS, {})
-    assert e.value.filename == str(tmp_path / "last.npz")
     assert (tmp_path / "last.npz").read_bytes() == before and len(list(tmp_path.iterdir())) == 2
 
 

@@ -1,8 +1,6 @@
 """Standard corpora, from a server on this machine: what it gives, what goes wrong on the way, what is left then."""
 
-import contextlib
 import io
-import resource
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,54 +123,15 @@ def test_a_broken_download_goes_on_where_it_ended_or_begins_again(server, monkey
     assert Path("corpora", name, file).read_bytes() == made.texts[file]
 
 
-def test_after_three_tries_it_gives_up_and_the_next_run_goes_on(server, monkeypatch):
-    made = serve(server, monkeypatch, "enwik8")
-    server.cuts = [500, 0, 11]
-    n = made.source.files[0].size
-    not_prepared("enwik8", {}, f"511 of {n:,} bytes in 3 attempts", "run this again", "--from")
-    assert left("corpora/enwik8") == ["enwik8.zip.part"]
-    is_prepared("enwik8")
-    assert server.asked[3:] == [("enwik8.zip", "bytes=511-")]
-    assert prepare.load("enwik8").train.tobytes() == made.splits["train"]
-
-
-def each(change):
-    """Changes what is in each file of the server."""
-    return lambda files: files.update({name: change(data) for name, data in files.items()})
-
-
-SPOILT = {  # words, number of files that are asked for, those that are left
-    "no such file": ("ptb", lambda files: files.pop("ptb.valid.txt"), ["/ptb.valid.txt", "404"], 2, ["ptb.train.txt"]),
-    "other bytes": ("wikitext-2", each(lambda data: data[:-1] + b"!"), ["found sha256", "want {file.sha256}"], 1, []),
-}
-
-
-@pytest.mark.parametrize("name, spoil, words, n_asked, rest", SPOILT.values(), ids=SPOILT.keys())
-def test_what_a_server_has_no_longer_is_refused_and_left_out(server, monkeypatch, name, spoil, words, n_asked, rest):
-    file = serve(server, monkeypatch, name).source.files[0]
-    spoil(server.files)
-    not_prepared(name, {}, "--from", *(word.format(file=file) for word in words))
-    assert left(f"corpora/{name}") == rest and len(server.asked) == n_asked
-
-
-@contextlib.contextmanager
-def disk(n):
-    """No file grows over n bytes: the system's own limit, which fails in write as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_disk_that_fills_leaves_a_part_of_a_download_to_go_on_from(server, monkeypatch):
-    serve(server, monkeypatch, "shakespeare")
-    with disk(1000):
-        not_prepared("shakespeare", {}, "corpora/shakespeare", "too large", "free space", "--out")
-    assert left("corpora/shakespeare") == ["input.txt.part"]
-    is_prepared("shakespeare")
-    assert server.asked == [("input.txt", None), ("input.txt", "bytes=1000-")]
+def test_what_a_server_has_no_longer_is_refused_and_left_out(server, monkeypatch):
+    serve(server, monkeypatch, "ptb")
+    del server.files["ptb.valid.txt"]
+    not_prepared("ptb", {}, "--from", "/ptb.valid.txt", "404")
+    assert left("corpora/ptb") == ["ptb.train.txt"]
+    file = serve(server, monkeypatch, "text8").source.files[0]
+    server.files[file.name] = server.files[file.name][:-1] + b"!"
+    not_prepared("text8", {}, "--from", "found sha256", f"want {file.sha256}")
+    assert left("corpora/text8") == []
 
 
 @pytest.mark.parametrize("name", ["enwik8", "ptb"])

@@ -1,10 +1,9 @@
 """Every flag of both scripts refuses what it cannot be, in one line, before anything is compiled or written."""
 
-import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import jax
@@ -141,32 +140,6 @@ def test_ctrl_c_ends_a_script_with_one_line_and_exit_130_whatever_swallows_it(co
     assert (ended.returncode, ended.stderr) == (found, {130: "stopped at once\n", 0: "done\n"}[found])
 
 
-@pytest.mark.parametrize("words", ["train.py", "-m data.prepare"])
-def test_ctrl_c_while_modules_load_ends_a_script_with_one_line_and_exit_130(words, tmp_path):
-    for name in ("numpy", "jax"):
-        (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(2)")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped at once\n")
-
-
-def test_a_new_field_is_checked_by_its_default_and_one_without_a_comment_is_named():
-    @dataclass(frozen=True)
-    class New:
-        label_smoothing: float = 0.0  # share of the target's probability that all share
-        undocumented: int = 1
-
-        def __post_init__(self):
-            txl.check_fields(self)
-
-    assert New().label_smoothing == 0
-    for wrong in (dict(label_smoothing=-0.5), dict(undocumented=0)):
-        with pytest.raises(ValueError, match="out of range"):
-            New(**wrong)
-    with pytest.raises(ValueError, match="New.undocumented has no comment"):
-        flags.parse([], "x.py", "", (New,), ())
-
-
 def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
     monkeypatch.chdir(place)
 
@@ -179,17 +152,3 @@ def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
             refused(call(main, *words), "no device", "JAX_PLATFORMS")
     with jax.disable_jit():
         refused(call(train.main, "--data", "text.txt", *SMALL), "JAX_DISABLE_JIT")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-@pytest.mark.parametrize(
-    "given, want", [("", "glibc.malloc.hugetlb=1"), ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0")]
-)
-def test_a_script_starts_again_with_huge_pages_unless_the_user_set_them(given, want, tmp_path):
-    code = "import os, sys; from data import flags; flags.use_huge_pages()"
-    script = tmp_path / "script.py"
-    script.write_text(f"{code}; print(os.environ['GLIBC_TUNABLES'], sys.argv[1:])")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": given}
-    command = [sys.executable, script, "--prompt", "two words"]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert out == f"{want} ['--prompt', 'two words']\n"

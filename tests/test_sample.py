@@ -1,13 +1,10 @@
 """Sampling through `sample.main`: the draw at every edge, prompts of any length and kind, what is printed."""
 
 import contextlib
-import dataclasses
 import gzip
 import io
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 from functools import partial
@@ -228,21 +225,6 @@ def test_stop_ends_a_sample_there_and_leaves_the_others_as_they_are(char):
         assert after["ids"] == (before["ids"][: end + 4] if end >= 0 else before["ids"])
         assert after["stopped"] == (end >= 0)
     assert stopped[0]["stopped"] and not all(entry["stopped"] for entry in stopped)
-
-
-def test_the_compiled_loop_holds_no_copy_of_a_ring_and_updates_the_cache_in_place():
-    cfg, rows = dataclasses.replace(CFG, mem_len=600), 4
-    params = jax.eval_shape(lambda p: txl.unstack(p, cfg), txl.param_shapes(cfg))
-    cache = jax.eval_shape(lambda p: txl.init_cache(p, cfg, rows), params)
-    lead = lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype)
-    cache = cache._replace(k=tuple(map(lead, cache.k)), v=tuple(map(lead, cache.v)), length=lead(cache.length))
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
-    args = ints(1, rows, sample.BLOCK), cache, *[ints(1, rows)] * 4
-    compiled = sample.make_generate_block(cfg, how()).lower(params, *args).compile()
-    ring = cache.k[0].size * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * ring  # of the 4: none is there twice
-    copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
-    assert max((math.prod(map(int, dims.split(","))) for dims in copies), default=0) * 4 < ring
 
 
 def test_what_follows_a_separator_does_not_depend_on_what_was_before(byte):

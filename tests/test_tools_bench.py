@@ -1,6 +1,5 @@
 """The scripts of tools/bench at sizes of seconds: they work with this tree, and what they prove holds."""
 
-import numpy as np
 import pytest
 from runs import call
 
@@ -31,22 +30,3 @@ def test_live_bytes_do_not_grow_with_the_tokens_generated():
 def test_a_script_prints_results_as_json_lines_with_the_machine(main, part):
     lines = call(main, part, tiny=True).entries()
     assert lines and all(line["jax"] and line["cpu"] for line in lines)
-
-
-def test_n_gram_probabilities_of_all_bytes_sum_to_one_after_any_context():
-    text = np.random.default_rng(0).integers(97, 104, 500).astype(np.uint8)
-    tables = quality.ngram_tables(text, 4)
-    for context in (text[50:53], text[-3:], [1, 98, 99], [1, 2, 3]):
-        texts = [np.array([*context, byte], np.uint8) for byte in range(256)]
-        probs = [quality.ngram_probs(tables, text)[0] for text in texts]
-        assert min(probs) > 0 and sum(probs) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("stride", [32, 64])
-@pytest.mark.parametrize("n", [1, 40, 64, 65, 1000, 64 * 130])
-def test_each_target_counts_once_in_windows_and_late_in_those_that_overlap(n, stride):
-    times, late = np.zeros(n, int), True
-    for index, counted in quality.windows(n, stride):
-        np.add.at(times, index[counted], 1)
-        late &= (index[:, : 64 - stride] < 64)[counted[:, : 64 - stride]].all()
-    assert (times == 1).all() and late

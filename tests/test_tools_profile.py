@@ -36,13 +36,6 @@ def test_a_run_leaves_a_trace_without_python_frames_a_memory_profile_and_the_tim
     assert f"sum{total / 3:21.2f} ms a step" in outcome.err  # of three steps
 
 
-def test_each_instant_is_divided_among_what_runs_and_loops_get_only_what_is_left():
-    loop, attention, loss = (True, "other"), (False, "attention"), (False, "loss")
-    events = [(0, 100, loop), (10, 30, attention), (20, 60, loss), (20, 30, loss), (200, 205, attention)]
-    spent = profile.divide(events)
-    assert spent == pytest.approx({"attention": 10 + 10 / 3 + 5, "loss": 20 / 3 + 30, "other": 10 + 40})
-
-
 def test_a_folder_that_cannot_be_written_is_a_clear_error():
     with pytest.raises(ValueError, match="profile=/dev/null/profile can't be written .*give a new folder"):
         profile.prepare("/dev/null/profile")

@@ -73,15 +73,12 @@ def test_losses_and_gradient_norms_do_not_depend_on_devices_or_sharding(run, cfg
 
 @pytest.mark.parametrize("shard, parts", [("none", (1, 1)), ("opt", (1, 4)), ("params", (4, 4))])
 def test_each_of_4_devices_holds_a_quarter_of_what_is_sharded_and_still_after_steps(shard, parts):
-    _, _, (params, opt, mems), compiled = ten_steps(SHARDED[shard])
+    params, opt, mems = ten_steps(SHARDED[shard])[2]
     whole = [next(iter(kind.values())) for kind in ten_steps(ADAMW, n=1)[2]]
     pad = 4 * 3 * CFG.n_layer * len(jax.tree.leaves(txl.param_shapes(CFG)))  # at most 3 numbers of a leaf's layer
     for kind, size, part in ((params, whole[0], parts[0]), (opt, whole[1], parts[1])):
         assert size / part <= min(kind.values()) and max(kind.values()) <= size / part + (2 * pad if part > 1 else 0)
     assert set(mems.values()) == {whole[2] / 4}
-    line = train.memory_plan(CFG, SHARDED[shard], train.make_layout(CFG, SHARDED[shard], 4), compiled)
-    assert line["optimizer_mib"] == round(max(opt.values()) / 2**20, 2)
-    assert line["parameters_mib"] == line["gradients_mib"] == round(max(params.values()) / 2**20, 2)
 
 
 def test_sharding_saves_what_it_shards_by_xlas_own_figures_and_holds_no_matrix_of_all_layers():

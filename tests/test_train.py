@@ -13,7 +13,6 @@ import pytest
 from conftest import make_params
 from runs import (
     COMPILED,
-    PROSE,
     TEXT,
     TINY,
     call,
@@ -25,7 +24,6 @@ from runs import (
     saved_run,
     spy,
     stopped,
-    subword_file,
     write_raw,
 )
 
@@ -105,18 +103,6 @@ def test_streams_wrap_at_the_end_of_the_text_and_every_row_reads_all_of_it():
         ids = np.concatenate([batch[0][b] for batch in read])
         assert (ids == (10 * b + np.arange(32)) % 30).all()
         assert (np.concatenate([batch[1][b] for batch in read]) == ids + 1).all()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 30])
-@pytest.mark.parametrize("T", [1, 4, 50])
-def test_an_evaluation_reads_every_target_once_in_rows_of_nearly_equal_length(rows, T):
-    tokens = np.arange(100, 131)  # 30 targets, each with an id of its own
-    batches = list(train.eval_batches(tokens, rows, T))
-    ids, targets, weights = (np.concatenate(a, 1) for a in zip(*batches))
-    assert {batch[0].shape for batch in batches} == {(rows, T)}
-    assert sorted(targets[weights]) == list(range(101, 131)) and (ids + 1 == targets)[weights].all()
-    assert np.ptp(weights.sum(1)) <= 1
-    assert (np.diff(ids, axis=1)[weights[:, 1:]] == 1).all()  # a row is one piece of the text
 
 
 # the step
@@ -269,14 +255,6 @@ def test_memory_lengths_are_evaluated_one_after_the_other_and_documents_apart_wh
     assert 0 < abs(evaluated(base, one_txt, reset_on="\n")["loss_nats"] - whole["loss_nats"]) < 0.5
 
 
-def test_where_the_text_of_a_run_is_gone_data_is_asked_for(base, tmp_path):
-    meta, arrays = raw(base.folder / "last.npz")
-    meta["run"] |= dict(flags=meta["run"]["flags"] | {"data": "gone.txt"})
-    write_raw(tmp_path / "last.npz", meta, arrays)
-    refused(call(train.main, "--eval_only", run=tmp_path), f"gone.txt, which {tmp_path / 'last.npz'}", "--data PATH")
-    refused(call(train.main, resume=tmp_path), "gone.txt", "--data PATH")
-
-
 def test_what_no_evaluation_can_do_ends_in_one_line(base, one_txt, tmp_path):
     for flags, *words in (
         (dict(mem_len=10**9, eval_batch=1002), "out of memory", "--eval_batch", "--mem_len", "--dtype bfloat16"),
@@ -319,8 +297,7 @@ def test_init_goes_on_from_weights_with_their_vocabulary_on_other_data_that_it_k
     (tmp_path / "d.txt").write_bytes(b"abcd" * 300)
     monkeypatch.chdir(place)
     flags = {name: value for name, value in flags.items() if name in OF_RUN} | {"init": "runs/abc-1"}
-    outcome = stopped(1, data=tmp_path / "other.txt", out=tmp_path / "run", **flags)
-    assert outcome.code == 130, outcome
+    assert stopped(1, data=tmp_path / "other.txt", out=tmp_path / "run", **flags).code == 130
     meta, arrays = raw(tmp_path / "run" / "last.npz")
     assert meta["vocab"] == {"kind": "char", "symbols": ["a", "b", "c"]} and meta["config"]["n_token"] == 3
     assert meta["run"]["step"] == 1 and arrays["opt/1/count"] == 1
@@ -466,22 +443,6 @@ def test_ids_without_text_are_trained_evaluated_and_sampled_in_nats_per_token(tm
     assert draw(prompt_ids="7,8").out == f"7 8 {' '.join(map(str, entry['ids']))}\n" and len(draw().out.split()) == 3
     refused(draw(prompt="a"), "ids", "--prompt_ids 1,2,3")
     refused(draw(prompt_ids="256"), "prompt_ids", "0 to 255")
-
-
-def test_subwords_are_trained_and_sampled_and_the_checkpoint_stands_alone(tmp_path):
-    file = subword_file(tmp_path)
-    data = folder_of(tmp_path / "data", train=PROSE.encode() * 40, valid=PROSE.encode() * 3, test=PROSE.encode() * 2)
-    run, flags = tmp_path / "run", TINY | dict(steps=2, eval_every=2, json=True)
-    outcome = call(train.main, data=data, out=run, tokenizer=file, **flags)
-    assert outcome.code is None, outcome
-    file.unlink()
-    entry = log(run)[2][-1]
-    n_tokens, n_bytes = len(tokenizer.encode(checkpoint.load(run).vocab, PROSE * 2)), 2 * len(PROSE.encode())
-    assert entry["split"] == "test" and entry["targets"] == n_tokens - 1
-    assert entry["bpb"] == pytest.approx(entry["loss_nats"] / math.log(2) * n_tokens / n_bytes)
-    shown = call(sample.main, run=run, prompt="The cat", n_tokens=30)
-    (same,) = call(sample.main, run=run, prompt="The cat", n_tokens=30, json=True).entries()
-    assert shown.out == f"The cat{same['text']}\n" and len(same["ids"]) == 30
 
 
 SENTENCE = b"the cat sat\n" * 30
