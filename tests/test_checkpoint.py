@@ -90,7 +90,6 @@ def npy(shape, dtype="<f4"):
 
 CLAIMS = {
     "terabyte": (npy("(250000000000,)"), zipfile.ZIP_STORED, "250000000000"),
-    "nested": (npy("(" * 300), zipfile.ZIP_STORED, "damaged"),
     "object": (npy("()", "|O"), zipfile.ZIP_STORED, "object"),
     "deflated": (bytes(10**7), zipfile.ZIP_DEFLATED, "compressed"),
 }

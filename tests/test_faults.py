@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import TINY, call, log, raw, refused, saved_run, spy, stopped
+from runs import NOISY, call, log, raw, refused, saved_run, spy, stopped
 
 import sample
 import train
@@ -19,7 +19,7 @@ import txl
 from data import checkpoint
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
-BASE = TINY | dict(steps=12, eval_every=2, dropout=0.1, json=True, skip_nonfinite=2)
+BASE = NOISY | dict(steps=12, eval_every=2)
 
 
 @pytest.fixture

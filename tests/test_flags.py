@@ -73,18 +73,15 @@ TRAINING = (
     ("--resume model --init model", "resume", "init"),
     ("--run model", "run", "--eval_only"),
     ("--resume auto", "--out"),
-    ("--cutoffs 9 --div_val 99", "div_val"),
     ("--batch_size 8", "write --batch "),
     ("my.txt", "write --data my.txt "),
     ("--data a.txt b.txt", "python -m data.prepare FILE FILE --out DIR"),
     ("--pre_norm --no-pre_norm", "--pre_norm is given 2 times"),
-    ("--data=", "data is empty"),
 )
 SAMPLING = (
     ("--run model --prompt a --prompt_file text.txt", "prompt", "prompt_file"),
     ("", "no run found", "--run"),
     ("hello", "write --prompt hello "),
-    ("--prompt --hello", "write --FLAG=--TEXT"),
     (f"--n_tokens {2**31}", "less than 2**31"),
 )
 BOTH = (("batch=8", "batch=8", "--help"), ("--see 8", "--see", "--help"))

@@ -99,7 +99,6 @@ def test_sharding_saves_what_it_shards_by_xlas_own_figures_and_holds_no_matrix_o
     "flags, words",
     [
         (dict(batch=6, devices=4), ("batch=6", "4 devices", "use 4 or 8", "--devices 3")),
-        (dict(devices=5), ("devices=5", "there are 4")),
         (dict(batch=12, batch_chunk=2), ("batch_chunk=2", "3 rows", "use 1 or 3")),
         (dict(shard="opt", shard_group=3), ("shard_group=3", "4 devices", "use 2 or 4")),
         (dict(coordinator="somewhere"), ("coordinator='somewhere'", "HOST:PORT")),
