@@ -109,7 +109,8 @@ def test_what_the_devices_cannot_do_is_refused_with_the_nearest_values(text, fla
     refused(call(train.main, data=text, **{k: v for k, v in TINY.items() if k != "devices"} | flags), *words)
 
 
-FLAGS = TINY | dict(n_layer=1, batch=8, eval_every=10**6, dropout=0.1, json=True)
+PIPES = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+FLAGS = TINY | dict(batch=8, eval_every=10**6, dropout=0.1, json=True)
 
 
 def two_processes(number, at_least, folder, **flags):
@@ -127,7 +128,8 @@ def two_processes(number, at_least, folder, **flags):
     processes, before = [start(i) for i in range(2)], n_lines()
     try:
         while n_lines() <= before + at_least:
-            assert all(p.poll() is None for p in processes)
+            ended = [p for p in processes if p.poll() is not None]
+            assert not ended, ended[0].stderr.read()
             time.sleep(0.1)
         processes[1].send_signal(number)
         told = [p.communicate(timeout=600)[1] for p in processes]
@@ -136,9 +138,6 @@ def two_processes(number, at_least, folder, **flags):
     finally:
         for p in processes:
             p.kill()
-
-
-PIPES = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def test_two_processes_save_on_a_signal_to_one_resume_end_when_one_dies_and_one_device_goes_on(text, tmp_path):
