@@ -114,7 +114,7 @@ FLAGS = TINY | dict(batch=8, eval_every=10**6, dropout=0.1, json=True)
 
 
 def two_processes(number, at_least, folder, **flags):
-    """Exit codes and last words of two processes of two devices, after the second got a signal at a step."""
+    """Exit codes of two processes of two devices each, of which the second gets a signal after some logged steps."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
