@@ -22,8 +22,9 @@ from data import checkpoint, tokenizer
 from data.corpora import CORPORA, File
 
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
-TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25, schedule="constant")  # the step does not depend on --steps
+TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25, schedule="inv_sqrt")  # the step does not depend on --steps
 TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
+NOISY = TINY | dict(dropout=0.1, dropatt=0.1, mem_reset=0.1, skip_nonfinite=2, json=True)
 WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])
 TEXT = "".join(WORDS[np.random.default_rng(0).integers(0, len(WORDS), 1500)]).encode()
 LINES = b" = A title = \n \n the <unk> cat , the <unk> <unk> dogs . \n" * 40
@@ -106,9 +107,20 @@ def stopped(step, *words, number=signal.SIGINT, **flags):
 def refused(outcome, *words):
     """Asserts that a call ended with one line that has all `words`."""
     assert isinstance(outcome.code, str), outcome  # a text is printed, and the process exits with 1
-    assert "\n" not in outcome.code
+    assert_one_line(outcome.code, words)
+
+
+def fails(call, *words):
+    """Asserts that `call` raises a ValueError of one line that has all words."""
+    with pytest.raises(ValueError) as e:
+        call()
+    assert_one_line(str(e.value), words)
+
+
+def assert_one_line(message, words):
+    assert "\n" not in message
     for word in words:
-        assert str(word) in outcome.code, f"no {word!r} in: {outcome.code}"
+        assert str(word) in message, f"no {word!r} in: {message}"
 
 
 def log(folder):

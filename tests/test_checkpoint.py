@@ -1,24 +1,21 @@
 """Checkpoint files and run folders: what is saved comes back, and damaged, hostile or foreign files do no harm."""
 
-import json
 import os
 import pickle
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import make_params, worst
-from runs import raw, save_model, write_raw
+from conftest import make_params
+from runs import fails, raw, save_model, write_raw
 
 import txl
 from data import checkpoint
-from train import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 CFG = txl.Config(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
@@ -47,15 +44,6 @@ def same(found):
     return found.keys() == ARRAYS.keys() and all(found[name].tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
 
 
-def fails(call, *words):
-    """Asserts that `call` raises a ValueError of one line that has all words."""
-    with pytest.raises(ValueError) as e:
-        call()
-    assert "\n" not in str(e.value)
-    for word in words:
-        assert str(word) in str(e.value), f"no {word!r} in: {e.value}"
-
-
 def test_arrays_and_metadata_come_back_bit_for_bit_bfloat16_and_scalars_too(tmp_path):
     checkpoint.save(tmp_path / "c.npz", ARRAYS, {"run": {"step": 3}})
     meta, found = checkpoint.read(tmp_path / "c.npz", want)
@@ -65,24 +53,13 @@ def test_arrays_and_metadata_come_back_bit_for_bit_bfloat16_and_scalars_too(tmp_
     assert [p.name for p in tmp_path.iterdir()] == ["c.npz"]  # no temporary file
 
 
-def test_a_model_is_loaded_with_config_vocabulary_and_what_a_resume_needs(tmp_path):
-    path = model(tmp_path)
-    cfg, params, vocab, run = checkpoint.load(tmp_path)
-    assert cfg == CFG and vocab == {"kind": "byte"} and worst(params, make_params(CFG)) == 0
-    assert (run["step"], run["flags"]["tgt_len"], run["path"]) == (5, 8, str(path))
-    names = checkpoint.flatten({"params": params}).keys()
-    assert {"params/u", "params/layers/w_q"} < names and names == raw(path)[1].keys()
-
-
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_temporary_file(tmp_path, monkeypatch):
     before = two(tmp_path)
-    for path, meta, error in ((tmp_path / "last.npz", {"run": object()}, TypeError), (tmp_path / "no/c", {}, OSError)):
-        with pytest.raises(error):
-            checkpoint.save(path, ARRAYS, meta)
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path / "last.npz", ARRAYS, {"run": object()})
     monkeypatch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # as on a full disk
-    with pytest.raises(OSError, match="not saved") as e:
+    with pytest.raises(OSError, match="not saved"):
         checkpoint.save(tmp_path / "last.npz", ARRAYS, {})
-    assert e.value.filename == str(tmp_path / "last.npz")
     assert (tmp_path / "last.npz").read_bytes() == before and len(list(tmp_path.iterdir())) == 2
 
 
@@ -90,7 +67,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_temporary_file(tmp_p
 
 
 def test_the_latest_good_checkpoint_is_used_and_the_damaged_one_named_wherever_it_is_cut_or_flipped(tmp_path):
-    data, used, refusals = two(tmp_path), [], 0
+    data, used = two(tmp_path), []
     last, best = tmp_path / "last.npz", tmp_path / "best.npz"
     flipped = [data[:at] + bytes([data[at] ^ 0x15]) + data[at + 1 :] for at in range(0, len(data), 197)]
     for content in [data[: len(data) * i // 50] for i in range(50)] + flipped:
@@ -98,15 +75,11 @@ def test_the_latest_good_checkpoint_is_used_and_the_damaged_one_named_wherever_i
         warnings = []
         used.append(checkpoint.latest_checkpoint(tmp_path, warnings.append))
         assert same(checkpoint.read(used[-1], want)[1])
-        told = [f"{last} is damaged" in line and f"from {best}, step 1" in line for line in warnings]
-        assert told == ([True] if used[-1] == best else [])
-        try:
-            assert same(checkpoint.read(last, want)[1])
-        except ValueError as e:
-            assert str(last) in str(e) and str(e).endswith(f": give {best}") and "\n" not in str(e)
-            refusals += 1
+        if used[-1] == best:
+            (line,) = warnings
+            assert f"{last} is damaged" in line and f"from {best}, step 1" in line
+            fails(lambda: checkpoint.read(last, want), last, f": give {best}")
     assert used[:50] == [best] * 50 and used.count(last) < len(flipped) / 5  # bytes that nothing depends on
-    assert refusals > 100
 
 
 def npy(shape, dtype="<f4"):
@@ -117,11 +90,7 @@ def npy(shape, dtype="<f4"):
 
 CLAIMS = {
     "terabyte": (npy("(250000000000,)"), zipfile.ZIP_STORED, "250000000000"),
-    "negative": (npy("(-1, -1)"), zipfile.ZIP_STORED, "-1"),
-    "nested": (npy("(" * 300), zipfile.ZIP_STORED, "damaged"),
-    "signs": (npy("-" * 5000 + "1"), zipfile.ZIP_STORED, "damaged"),
     "object": (npy("()", "|O"), zipfile.ZIP_STORED, "object"),
-    "version": (npy("(1,)").replace(b"\x01\x00", b"\x02\x00", 1), zipfile.ZIP_STORED, "version"),
     "deflated": (bytes(10**7), zipfile.ZIP_DEFLATED, "compressed"),
 }
 
@@ -133,11 +102,6 @@ def test_a_member_that_claims_more_than_it_holds_is_refused(member, method, word
         z.writestr("params/x.npy", member)
     for read in (checkpoint.read, checkpoint.load_npz):
         fails(partial(read, tmp_path / "last.npz"), "last.npz is damaged", word)
-
-
-def test_an_array_of_another_dtype_is_refused(tmp_path):
-    checkpoint.save(tmp_path / "a.npz", ARRAYS | {"params/w": ARRAYS["params/w"].view(np.int32)}, {"run": {"step": 1}})
-    fails(lambda: checkpoint.read(tmp_path / "a.npz", want), "params/w is int32, wanted float32")
 
 
 def test_every_missing_unexpected_and_misshaped_array_is_named(tmp_path):
@@ -152,30 +116,23 @@ def test_every_missing_unexpected_and_misshaped_array_is_named(tmp_path):
 
 
 BAD = {
-    "config": {"n_layer": [10**30], "mem_len": [10**9], "cutoffs": [[[]]], "more\n": [1]},
-    "run": {"flags": [[1]], "step": [-1, "5"], "cursor": [10**30], "best": ["low"], "corpus": [None], "versions": [3]},
-    "flags": {"tgt_len": [0, True, None], "optimizer": [3]},
-    "": {"dtypes": [3], "vocab": ["\n"]},
+    "config": {"n_layer": 10**30, "cutoffs": [[]], "more\n": 1},
+    "run": {"flags": [1], "step": -1, "best": "low"},
+    "flags": {"tgt_len": True, "optimizer": 3},
+    "": {"dtypes": 3, "vocab": "\n"},
 }
 
 
 @pytest.mark.parametrize("part", BAD)
 def test_what_a_checkpoint_says_of_itself_is_checked_in_one_line(part, tmp_path):
     path = model(tmp_path)
-    for name, value in ((name, value) for name, values in BAD[part].items() for value in values):
+    for name, value in BAD[part].items():
         meta, arrays = raw(path)
         inside = {"flags": meta["run"]["flags"], "": meta}.get(part) or meta[part]
         inside[name] = value
         write_raw(tmp_path / "bad.npz", meta, arrays)
         word = "its meta" if name == "dtypes" else name.strip()
         fails(lambda: checkpoint.load(tmp_path / "bad.npz"), "bad.npz", word, f"give {path}")  # and not the same one
-
-
-def test_flags_of_a_checkpoint_must_be_fields_of_a_dataclass_with_values_of_their_types():
-    source = lambda **flags: checkpoint.Checkpoint(CFG, {}, {}, {"path": "x.npz", "flags": flags})
-    checkpoint.check_flags(source(lr=3, json=True, tgt_len=7), TrainConfig)
-    wrong = {"json": 1, "tgt_len": True, "more\n": 2, "lr": "3", "optimizer": None}
-    fails(lambda: checkpoint.check_flags(source(**wrong), TrainConfig), "x.npz", ", ".join(map(ascii, wrong)))
 
 
 class Bomb:
@@ -202,21 +159,17 @@ def test_pickles_are_neither_written_nor_run(tmp_path, monkeypatch):
 def test_best_is_taken_before_last_a_file_for_itself_and_to_go_on_the_highest_step_whatever_its_name(tmp_path):
     fails(lambda: checkpoint.resolve_checkpoint(tmp_path), tmp_path, "best.npz or last.npz")
     last, best = tmp_path / "last.npz", tmp_path / "best.npz"
-    warnings = []
     for path, step, latest in ((last, 9, last), (best, 10, best), (tmp_path / "a.npz", 2, best), (last, 10, last)):
         checkpoint.save(path, ARRAYS, {"run": {"step": step}})
         assert checkpoint.resolve_checkpoint(tmp_path) == (best if best.exists() else last)
         assert checkpoint.resolve_checkpoint(last) == last and checkpoint.latest_checkpoint(tmp_path) == latest
-    checkpoint.save(tmp_path / "b.npz", ARRAYS, {"run": {}})
-    assert checkpoint.latest_checkpoint(tmp_path, warnings.append) == last
-    assert len(warnings) == 1 and "b.npz" in warnings[0]
 
 
 def test_a_new_run_takes_the_first_free_name_and_no_folder_that_holds_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     new = checkpoint.new_run_folder
     fails(checkpoint.latest_run, "no run found", tmp_path / "runs", "--run DIR")
-    for file in ("runs/x-2/log.jsonl", "my text/last.npz", "plots/loss.png"):
+    for file in ("runs/x-2/log.jsonl", "my text/last.npz"):
         Path(file).parent.mkdir(parents=True)
         Path(file).touch()
     for name in ("x-1", "x-3"):
@@ -227,51 +180,27 @@ def test_a_new_run_takes_the_first_free_name_and_no_folder_that_holds_a_run(tmp_
     for folder, *words in (
         ("runs/x-1", "runs/x-1 holds a run", "train.py --resume runs/x-1"),
         ("my text", "--resume 'my text'"),
-        ("plots", "loss.png, which a run would overwrite"),
         ("runs/x-2", "ended before its first", "train.py --resume auto --out runs/x-2"),
         ("runs/x-1/last.npz", "is a file: give a folder"),
-        ("runs/x-1/last.npz/sub", "the folder cannot be made"),
     ):
         fails(partial(new, folder, "x"), *words)
-    fails(lambda: checkpoint.latest_checkpoint("runs/x-2"), "no checkpoint", "--resume auto --out runs/x-2")
     assert new("runs/x-2", "x", restart=True) == Path("runs/x-2")
 
 
 def test_one_process_holds_a_folder_while_it_lives_and_not_after_kill_9(tmp_path):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    of_a_dead_process = tmp_path / f"last.npz.{gone.pid}.tmp"
-    others = [tmp_path / f"best.npz.{os.getppid()}.tmp", tmp_path / "model.npz.tmp", tmp_path / "mine.npz"]
-    for file in (of_a_dead_process, *others):
-        file.write_bytes(b"half")
     code = "import sys, pathlib; from data.checkpoint import lock_folder\n"
     code += "with lock_folder(pathlib.Path(sys.argv[1])): print(1, flush=1), input()"
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, **pipes)
+    half = tmp_path / f"last.npz.{first.pid}.tmp"
+    half.write_bytes(b"half")
     try:
         assert first.stdout.readline() == b"1\n"
         with pytest.raises(BlockingIOError, match=f"{tmp_path} is in use by process {first.pid}: end that run first"):
             checkpoint.lock_folder(tmp_path).__enter__()
+        assert half.exists()
     finally:
         first.kill()
         first.communicate()
-    with checkpoint.lock_folder(tmp_path), pytest.raises(BlockingIOError, match=f"process {os.getpid()}: "):
-        checkpoint.lock_folder(tmp_path).__enter__()
-    assert sorted(tmp_path.iterdir()) == sorted(others)  # what a living process or the user may need
-
-
-def test_a_log_line_that_a_killed_process_left_unfinished_gets_its_newline(tmp_path):
-    half = b'\xff[\n{"step": 4, "bp'
-    (tmp_path / "log.jsonl").write_bytes(half)
-    with checkpoint.open_log(tmp_path / "log.jsonl") as file:
-        file.write(json.dumps({"step": 3}) + "\n")
-    with checkpoint.open_log(tmp_path / "log.jsonl"):
-        pass
-    assert (tmp_path / "log.jsonl").read_bytes() == half + b'\n{"step": 3}\n'
-
-
-def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: checkpoint.new_run_folder("", "my"), range(40)))
-    assert sorted(found) == sorted(Path("runs") / f"my-{n}" for n in range(1, 41))
+    with checkpoint.lock_folder(tmp_path):
+        assert not half.exists()  # which nobody needs any more

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import PROSE, call, refused, subword_file
+from runs import PROSE, call, fails, refused, subword_file
 
 from data import prepare
 from data import tokenizer as tok
@@ -50,12 +50,7 @@ def text_of(corpus):
 
 def one_line(words, call, *args, **options):
     """Asserts that a call raises a ValueError of one line that has all `words`, a text or several things."""
-    with pytest.raises(ValueError) as e:
-        call(*args, **options)
-    message = str(e.value)
-    assert "\n" not in message
-    for word in [words] if isinstance(words, str) else words:
-        assert str(word) in message, f"no {word!r} in: {message}"
+    fails(lambda: call(*args, **options), *([words] if isinstance(words, str) else words))
 
 
 def prepared(tmp_path, text=MIXED, **options):
@@ -116,80 +111,37 @@ def test_an_unknown_character_and_a_byte_that_is_not_utf8_are_named_with_their_p
     blocks = [b"ab", b"c\na\xc3", b"\xa9b"]  # the same, cut within the character
     one_line(want, lambda: list(tok.encode_blocks(vocab, blocks, what="prompt")))
     bad = ("é" * 5 + "abc").encode() + b"\xff!"
-    for kind in ("char", "word"):
-        one_line(("0xff", "offset 13", "--tokenizer byte"), tok.build, kind, bad)
-        one_line(("0xff", "offset 13"), tok.build, kind, [bad[:9], bad[9:]])
-        one_line(("0xc3", "offset 2"), tok.build, kind, b"ab\xc3")
+    one_line(("0xff", "offset 13", "--tokenizer byte"), tok.build, "word", [bad[:9], bad[9:]])
+    one_line(("0xc3", "offset 2"), tok.build, "char", b"ab\xc3")
     assert tok.encode(tok.build("byte", bad), bad).tobytes() == bad
-
-
-def test_an_empty_prompt_starts_from_a_line_end_or_else_the_first_symbol():
-    for vocab, want in (
-        (tok.build("byte", b""), b"\n"),
-        (tok.build("char", b"ab\n"), b"\n"),
-        ({"kind": "char", "symbols": ["<unk>", "a"]}, b"a"),
-        (tok.build("word", b"a b"), b"\n"),
-        ({"kind": "ids", "size": 3}, b"0"),
-    ):
-        assert tok.decode(vocab, [tok.start_id(vocab)]) == want
-
-
-BROKEN = [
-    ([1], "vocabulary of kind"),
-    ({"kind": "bpe"}, "'bpe'"),
-    ({"kind": "subword", "json": "{}"}, "size None"),
-    ({"kind": "subword", "size": 9}, "tokenizer.json"),
-    ({"kind": "char", "symbols": ["a", "bc"]}, "'bc'"),
-    ({"kind": "char", "symbols": ["\ud800"]}, "\\ud800"),
-    ({"kind": "char", "symbols": ["b", "a", "b"]}, "'b' more than once"),
-    ({"kind": "word", "symbols": ["<eos>", "<unk>", "a b"]}, "'a b'"),
-    ({"kind": "word", "symbols": ["<eos>", "a"]}, "<unk>"),
-]
 
 
 def test_a_vocabulary_survives_json_and_a_broken_one_or_options_that_cannot_apply_are_refused():
     for kind in tok.KINDS:
         vocab = tok.build(kind, UNI)
         assert tok.check(json.loads(json.dumps(vocab))) == vocab
-    for broken, words in BROKEN:
-        one_line(words, tok.check, broken)
-    one_line(("'bpe'", "byte, char, word"), tok.build, "bpe", b"a")
+    one_line("'bpe'", tok.check, {"kind": "bpe"})
+    one_line("'b' more than once", tok.check, {"kind": "char", "symbols": ["b", "a", "b"]})
+    one_line("'a b'", tok.check, {"kind": "word", "symbols": ["<eos>", "<unk>", "a b"]})
     one_line(("min_count=2", "word only"), tok.build, "char", b"a", min_count=2)
-    one_line("min_count=-1", tok.build, "word", b"a", min_count=-1)
     one_line("max_size=2", tok.build, "word", b"a", max_size=2)
-    one_line("no symbols", tok.build, "char", b"")
 
 
 def test_ids_outside_the_vocabulary_are_found_on_the_host():
     one_line(("x.bin", "id 11", "of 11"), tok.check_ids, np.array([[0, 11], [3, 4]], np.uint16), 11, "x.bin")
     one_line(("smallest id -1", "id 3", "of 11"), tok.check_ids, np.array([0, -1, 3]), 11, "x")
-    one_line("float64", tok.check_ids, np.array([0.5]), 11, "x")
-    one_line("id -1", tok.decode, {"kind": "char", "symbols": ["a", "b"]}, [0, -1])
-    assert tok.check_ids(np.array([11]), 12, "x") == [11] and tok.decode({"kind": "byte"}, []) == b""
+    assert tok.check_ids(np.array([11]), 12, "x") == [11]
 
 
 # Corpora
 
 
-def test_the_built_in_corpus_is_the_standard_library_of_this_python():
+def test_the_built_in_corpus_is_the_standard_library_of_this_python(tmp_path):
     corpus, text = prepare.load(), prepare.builtin_text()
     assert text_of(corpus) == text and b"\r\n" not in text and len(text) > 5e6
     assert corpus.sha256 == hashlib.sha256(text).hexdigest() and sum(corpus.n_bytes.values()) == len(text)
-    assert sys.version.split()[0] in corpus.source and f"{len(prepare.builtin_files())} files" in corpus.source
-    assert corpus.name == "stdlib" and b"def namedtuple(" in text and b"class TestProgram(" in text  # no "test" folder
-
-
-def test_the_built_in_corpus_leaves_out_what_the_list_says_orders_files_by_hash_and_is_no_small_one(tmp_path):
-    kept = ["os.py", "json/tool.py", "turtle/x.py", "unittest/case.py", "testing.py"]
+    assert sys.version.split()[0] in corpus.source and corpus.name == "stdlib" and b"def namedtuple(" in text
     one_line(("0 bytes", "--data FILE", tmp_path), prepare.builtin_text, tmp_path)
-    left_out = "turtle.py _sysconfigdata_x.py README.txt config-3/x.py a/test/x.py idlelib/x.py".split()
-    for name in kept + left_out:
-        write(tmp_path / name, name.encode() + b"\r\n" + b"x" * 300_000)
-    (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere")
-    order = sorted(kept, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    assert order != sorted(kept)
-    assert prepare.builtin_files(tmp_path) == [tmp_path / name for name in order]
-    assert prepare.builtin_text(tmp_path) == b"".join(name.encode() + b"\n" + b"x" * 300_000 for name in order)
 
 
 def test_files_are_joined_in_order_and_split_90_5_5_and_bytes_are_kept(tmp_path):
@@ -224,78 +176,53 @@ def test_characters_that_training_lacks_are_unk_and_counted_and_where_there_is_n
         corpus = prepare.load(path, "char")
         assert corpus.vocab["symbols"] == ["\n", "a", "b", "<unk>"] and corpus.n_unk == want
         assert text_of(corpus) == b"ab\nbaa<unk>b<unk>\n<unk>a<unk>" and tok.check(corpus.vocab)
-    one_line(("<unk>", "give the text itself"), prepare.load, tmp_path / "out", vocab={"kind": "byte"})
     file = write(tmp_path / "abc.txt", ABC)
-    without = prepare.load(file, "char")
-    assert without.vocab["symbols"] == ["a", "b", "c"] and not sum(without.n_unk.values())
-    assert not call(prepare.main, file, out=tmp_path / "out", tokenizer="char").err
+    vocab = prepare.load(file, "char").vocab
+    assert vocab["symbols"] == ["a", "b", "c"]
     write(file, ABC[:5500] + b"\n!" + ABC[5502:])
-    one_line(("valid split", "U+000A", "line 1"), prepare.load, file, vocab=without.vocab)
-    one_line(("test split", "0xff", "UTF-8"), prepare.load, write(file, ABC + b"\xff"), "char")
+    one_line(("valid split", "U+000A", "line 1"), prepare.load, file, vocab=vocab)
 
 
 def test_paths_without_a_text_are_refused_in_one_line(tmp_path):
     folder = write(tmp_path / "d" / "train.txt", b"abc").parent
-    os.mkfifo(tmp_path / "pipe")
     for path, *words in (
         (tmp_path / "no.txt", "no such file"),
         (write(tmp_path / "e.txt", b""), "empty file"),
         (write(tmp_path / "n.txt", b"\n" * 999), "only newlines"),
         (folder, "valid.txt, test.txt", "meta.json"),
-        (tmp_path / "pipe", "no regular file"),
     ):
         one_line([path, *words], prepare.load, path)
-    one_line("a folder, want a text file", prepare.find_splits, [folder / "train.txt", folder])
     one_line(("valid.txt", "empty file"), prepare.load, write_splits(folder, b"abc", b"", b"abc"))
-    file, uid = write(tmp_path / "secret.txt", ABC), os.geteuid()
-    file.chmod(0)
-    if not uid:  # root may read everything
-        os.seteuid(65534)
-    try:
-        one_line(("secret.txt", "Permission denied"), prepare.load, file)
-    finally:
-        os.seteuid(uid)
 
 
 # Prepared tokens
 
 
 @pytest.mark.parametrize("kind", tok.KINDS)
-def test_prepared_tokens_are_the_same_corpus_as_the_text_in_its_own_vocabulary_or_a_given_one(tmp_path, kind):
-    given = tok.build(kind, MIXED[::-1] if kind == "byte" else MIXED + b" zebra dog\n")
+def test_prepared_tokens_are_the_same_corpus_as_the_text(tmp_path, kind):
     tokens, file = prepared(tmp_path, tokenizer=kind), tmp_path / "mixed.txt"
-    own, text, bytes_of = prepare.load(tokens), prepare.load(file, kind), splits(prepare.load(file))
+    own, text = prepare.load(tokens), prepare.load(file, kind)
     assert isinstance(own.train, np.memmap) and own.train.dtype == tok.dtype(own.vocab)
     assert all(map(np.array_equal, splits(text), splits(own)))
     assert (text.vocab, text.sha256, text.n_bytes) == (own.vocab, own.sha256, own.n_bytes)
     assert {p.name for p in tokens.iterdir()} == {"meta.json", "test.bin", "train.bin", "valid.bin"}
-    found = prepare.load(file, "char", given)  # the tokenizer is the vocabulary's
-    assert found.vocab is given and found.sha256 == own.sha256
-    for ids, part in zip(splits(found), bytes_of):
-        assert ids.tolist() == tok.encode(given, part.tobytes()).tolist()
 
 
 def test_prepared_tokens_that_contradict_meta_json_are_refused(tmp_path):
     folder = prepared(tmp_path, tokenizer="char")
     meta = json.loads((folder / "meta.json").read_bytes())
     symbols, n = meta["vocab"]["symbols"], meta["n_tokens"]
-    few = meta["vocab"] | {"symbols": symbols[:5]}
     one_line(("char", "asked word", "--tokenizer char"), prepare.load, folder, "word")
     for changes, words in (
-        (dict(vocab=few), ("train.bin", f"largest id {len(symbols) - 1}", "vocabulary of 5")),
-        (dict(vocab={"kind": "bpe"}), ("meta.json", "'bpe'")),
+        (dict(vocab={"kind": "char", "symbols": symbols[:5]}), ("train.bin", f"largest id {len(symbols) - 1}", "of 5")),
         (dict(dtype="uint16"), ("train.bin", n["train"], 2 * n["train"])),
-        (dict(n_tokens=n | {"valid": 3}), ("valid.bin", "want 3 bytes")),
         (dict(n_bytes=None), ("meta.json", "n_bytes")),
     ):
         edit_meta(folder, **changes)
         one_line(words, prepare.load, folder)
         edit_meta(folder, **meta)
-    prepare.load(folder)
     (folder / "test.bin").unlink()
     one_line(("test.bin", "no file"), prepare.load, folder)
-    (folder / "meta.json").write_bytes(b"{")
-    one_line(("meta.json", "prepare the corpus again"), prepare.load, folder)
 
 
 def test_a_run_that_fails_leaves_an_older_corpus_whole_and_else_nothing(tmp_path, monkeypatch):
@@ -353,119 +280,42 @@ def test_the_locale_changes_nothing_and_the_command_prints_one_json_line(tmp_pat
     assert here.vocab == there.vocab and np.array_equal(here.train, there.train) and here.sha256 == there.sha256
 
 
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
-    file, out, tokens = write(tmp_path / "abc.txt", ABC), tmp_path / "out", prepared(tmp_path)
-    folder = write(tmp_path / "my texts" / "a.txt", ABC).parent
-    for words, message in (
-        ([file, f"--out={file}"], ["File exists"]),
-        ([file], ["abc.txt: no --out", "give --out DIR"]),
-        (["shakespear", f"--out={out}"], ["no such file", "wikitext-2", "shakespeare"]),
-        ([file, f"--out={out}", "--tokeniser", "char"], ["--tokeniser", "--help"]),
-        ([file, f"--out={out}", "--from", "x"], ["--from x is for enwik8, text8"]),
-        ([folder, f"--out={out}"], [f"python -m data.prepare '{folder}'/*.txt --out DIR"]),
-        ([tokens, f"--out={out}"], [tokens, "prepared tokens", "train.py --data"]),
-    ):
-        refused(call(prepare.main, *words), *message)
-        assert not out.exists()
-
-
-CLEAN = "the cat — a dog\nthe end\n".encode() * 9
-RECODED = {  # text, options of its word vocabulary, what its words can be recoded to
-    "plain": (CLEAN, {}, tok.KINDS),
-    "<unk> in the text": (CLEAN.replace(b"cat", b"<unk>"), {}, tok.KINDS),
-    "two spaces": (CLEAN.replace(b" cat", b"  cat"), {}, ("word",)),
-    "white space and <unk>": (CLEAN.replace(b" cat", b"\t<unk>"), {}, ()),
-    "words left out": (CLEAN, dict(max_size=4), ()),
-}
-
-
-@pytest.mark.parametrize("text, options, words_to", RECODED.values(), ids=RECODED.keys())
 @pytest.mark.parametrize("source", tok.KINDS)
-def test_a_prepared_corpus_is_read_in_any_vocabulary_exactly_or_not_at_all(
-    source, text, options, words_to, tmp_path, monkeypatch
-):
-    lines = text.splitlines(keepends=True)
-    parts = text, b"".join(lines[:3]), b"".join(lines[1:7]).removesuffix(b"\n")
-    folder, tokens = write_splits(tmp_path / "d", *parts), tmp_path / "tokens"
-    prepare.prepare([folder], tokens, tokenizer=source, **(options if source == "word" else {}))
-    own = prepare.load(tokens)
-    assert np.array_equal(prepare.load(tokens, "byte", own.vocab).train, own.train)
+def test_a_prepared_corpus_is_read_in_any_vocabulary_exactly_or_not_at_all(source, tmp_path, monkeypatch):
+    text, tokens = "the cat — a dog\nthe end\n".encode() * 9, tmp_path / "tokens"
+    folder = write_splits(tmp_path / "d", text, text[:52], text[:77])
+    prepare.prepare([folder], tokens, tokenizer=source)
     monkeypatch.setattr(tok, "BLOCK", 7)
     for kind in tok.KINDS:
         vocab = tok.build(kind, text[::-1] if kind == "byte" else "the — a <unk> cat dogs end\t\n".encode())
-        if source == "word" and kind not in words_to and vocab != own.vocab:
-            one_line((tokens, "<unk>", "give the text itself"), prepare.load, tokens, vocab=vocab)
-            continue
-        found = prepare.load(tokens, vocab=vocab)
-        for ids, part in zip(splits(found), parts):
-            assert ids.tolist() == tok.encode(vocab, part).tolist() and ids.dtype == tok.dtype(vocab)
-        assert list(found.n_bytes.values()) == list(map(len, parts))
-        assert found.tokens_sha256 == prepare.load(folder, vocab=vocab).tokens_sha256
+        found, want = prepare.load(tokens, vocab=vocab), prepare.load(folder, vocab=vocab)
+        assert all(map(np.array_equal, splits(found), splits(want))) and found.train.dtype == tok.dtype(vocab)
+        assert found.tokens_sha256 == want.tokens_sha256
+    prepare.prepare([folder], tokens, tokenizer="word", max_size=4)
+    one_line((tokens, "<unk>", "give the text itself"), prepare.load, tokens, vocab=tok.build("byte", b""))
 
 
-def test_data_is_the_same_where_its_tokens_its_splits_and_its_bytes_are(tmp_path):
-    def tokens_sha256(train, valid, **options):
-        folder = write_splits(tmp_path / "d", train, valid, b"the cat\n")
-        prepare.prepare([folder], tmp_path, tokenizer="word", **options)
-        return prepare.load(tmp_path).tokens_sha256
-
-    first = tokens_sha256(CLEAN, CLEAN[:101])
-    assert first == tokens_sha256(CLEAN, CLEAN[:101]) == prepare.load(tmp_path / "d", "word").tokens_sha256
-    assert first != tokens_sha256(CLEAN, CLEAN[:101], max_size=4)  # other words
-    assert first != tokens_sha256(CLEAN.replace(b" ", b"  "), CLEAN[:101])  # the same words
-    assert first != tokens_sha256(CLEAN + b"the ", CLEAN[4:101])  # the same words, cut elsewhere
-
-
-def test_two_processes_that_write_one_folder_leave_the_files_of_the_last_and_nothing_of_a_killed_one(tmp_path):
-    paths = [tmp_path / name for name in ("train.bin", "meta.json")]
-    code = "import pathlib, sys; from data.prepare import atomic_write_many\n"
-    code += "with atomic_write_many(*map(pathlib.Path, sys.argv[1:])): print(1, flush=True), input()"
-    command = [sys.executable, "-c", code, *map(str, paths)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"1\n"
-        with prepare.atomic_write_many(*paths) as files:
-            for file in files:
-                file.write(b"ours")
-        assert {file.read_bytes() for file in paths} == {b"ours"} and len(list(tmp_path.iterdir())) == 4
-        other.kill()
-    with prepare.atomic_write_many(*paths):
-        pass
-    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in paths}
-
-
-CONTAINERS = [
-    (gzip.compress(MIXED), ["gzip", "unpack it"]),
-    (b"PK\3\4\x14", ["zip archive", ".docx", "unpack it"]),
-    (b"a.txt".ljust(257, b"\0") + b"ustar", ["tar archive", "unpack it"]),
-    (b"%PDF-1.7\n%\xe2\xe3", ["PDF", "plain text"]),
-    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ["image"]),
-    (b"\x28\xb5\x2f\xfd\x24abc", ["zstd", "unpack it"]),
-    (b"PAR1\x15\4\x15\x10PAR1", ["Parquet", "text column"]),
-    (MIXED.decode().encode("utf-16"), ["UTF-16", "convert it to UTF-8"]),
-    (MIXED.decode().encode("utf-32"), ["UTF-32", "convert it to UTF-8"]),
-    (MIXED.decode().encode("utf-16-le") * 50, ["NUL bytes throughout", "UTF-8"]),
-]
-PLAIN = [  # which bytes of any file may be
-    b"GIF89a is a format, and PK a name. " * 40,
-    b"\xff\xfe" + b"\x01\xd8\x41\x02" * 500,
-    ABC + b"\0" * 9000,
-    b"\xef\xbb\xbf" + MIXED,
-]
-
-
-def test_a_container_is_refused_with_what_it_is_and_what_to_do_and_any_other_file_is_taken_by_its_bytes(tmp_path):
-    for data, words in CONTAINERS:
-        folder = write_splits(tmp_path / "d", data, MIXED, MIXED)
-        for path in (folder / "train.txt", folder):
-            one_line([folder / "train.txt", *words], prepare.load, path)
-        refused(call(prepare.main, folder / "train.txt", out=tmp_path / "out"), folder / "train.txt", *words)
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (gzip.compress(MIXED), ["gzip", "unpack it"]),
+        (b"PK\3\4\x14", ["zip archive", ".docx", "unpack it"]),
+        (b"PAR1\x15\4\x15\x10PAR1", ["Parquet", "text column"]),
+        (MIXED.decode().encode("utf-16"), ["UTF-16", "convert it to UTF-8"]),
+        (MIXED.decode().encode("utf-16-le") * 50, ["NUL bytes throughout", "UTF-8"]),
+        (b"PK is a name. " * 99 + ABC + b"\0" * 999 + b"\xff", None),  # which bytes of any file may be
+    ],
+)
+def test_a_container_is_refused_with_what_it_is_and_what_to_do_and_any_other_file_is_taken_by_its_bytes(
+    data, words, tmp_path
+):
+    file = write(tmp_path / "a.txt", data)
+    if words:
+        one_line([file, *words], prepare.load, file)
+        refused(call(prepare.main, file, out=tmp_path / "out"), file, *words)
         assert not (tmp_path / "out").exists()
-    for data in PLAIN:
-        assert text_of(prepare.load(write(tmp_path / "a.bin", data))) == data
-    folder = prepared(tmp_path)
-    one_line(("prepared tokens", f"give its folder, {folder}"), prepare.load, folder / "train.bin")
-    (folder / "meta.json").unlink()
-    assert prepare.load(folder / "train.bin").name == "train"  # without it a file like any other
+    else:
+        assert text_of(prepare.load(file)) == data
 
 
 def test_a_npy_of_ids_is_split_and_mapped_and_has_no_text(tmp_path, monkeypatch):
@@ -485,43 +335,18 @@ def test_a_npy_of_ids_is_split_and_mapped_and_has_no_text(tmp_path, monkeypatch)
 
 
 def test_ids_are_one_dimension_of_whole_numbers_and_not_mixed_up_with_text(tmp_path):
-    for bad, words in (
-        (np.zeros((3, 4), int), "shape (3, 4)"),
-        (np.zeros(9), "float64"),
-        (np.array([1, None]), "cannot be read"),
-        (np.array([4, -1, 7]), "ids from -1 to 7"),
-        (np.array([4, 2**31]), "ids from 4 to 2147483648"),
-    ):
+    for bad, words in ((np.zeros((3, 4), int), "shape (3, 4)"), (np.zeros(9), "float64"), (np.array([4, -1]), "-1")):
         file = write_ids(tmp_path / "ids.npy", bad)
         one_line((file, words, "want"), prepare.load, file)
     file, ids = write_ids(tmp_path / "ids.npy", np.arange(90)), {"kind": "ids", "size": 90}
     cut, text = write(tmp_path / "cut.npy", file.read_bytes()[:-9]), write(tmp_path / "abc.txt", ABC)
     one_line((cut, "save it again"), prepare.load, cut)
     one_line((file, "tokenizer char"), prepare.load, file, "char")
-    one_line((file, "tokenizer byte"), prepare.load, file, vocab={"kind": "byte"})
     one_line("ids from 0 to 89, want 0 to 88", prepare.load, file, vocab=ids | {"size": 89})
     one_line(("train split", "text", ".npy"), prepare.load, text, vocab=ids)
-    one_line(("256 of kind byte", "90 of kind ids"), prepare.load, prepared(tmp_path), vocab=ids)
-    refused(call(prepare.main, file, out=tmp_path / "out"), file, "numpy array", "train.py --data")
 
 
-def test_a_folder_of_tokens_needs_no_hash_of_a_text_and_one_of_ids_no_bytes(tmp_path):
-    folder, ids = prepared(tmp_path), {"kind": "ids", "size": 256}
-    edit_meta(folder, sha256=None, n_bytes={"train": 7, "valid": 7, "test": 7})
-    assert prepare.load(folder).sha256 == hashlib.sha256(MIXED).hexdigest()  # for bytes, ids are the text
-    recoded = prepare.load(folder, vocab=tok.build("char", MIXED))
-    assert recoded.n_bytes == prepare.load(tmp_path / "mixed.txt").n_bytes  # counted where the text is read
-    edit_meta(folder, vocab=ids, n_bytes=None, sha256=None)
-    corpus = prepare.load(folder)
-    assert corpus.vocab == ids and corpus.train.tobytes() == MIXED[: len(corpus.train)]
-    assert prepare.load(folder, vocab=ids | {"size": 300}).vocab["size"] == 300
-    one_line(("256 of kind ids", "255 of kind ids"), prepare.load, folder, vocab=ids | {"size": 255})
-    one_line("256 of kind byte", prepare.load, folder, vocab={"kind": "byte"})
-    edit_meta(folder, vocab=ids | {"size": 90})
-    one_line(("train.bin", "vocabulary of 90"), prepare.load, folder)
-
-
-def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_back(tmp_path, monkeypatch):
+def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_back(tmp_path):
     file, text = subword_file(tmp_path), PROSE.encode() * 40
     vocab = tok.build(str(file), text)
     assert vocab["kind"] == "subword" and tok.check(json.loads(json.dumps(vocab))) == vocab
@@ -536,24 +361,17 @@ def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_bac
         blocks = [text[i : i + block] for i in range(0, len(text), block)]
         assert np.concatenate(list(tok.encode_blocks(vocab, blocks))).tolist() == want
     assert b"".join(tok.decode_next(vocab, want[:i], [number]) for i, number in enumerate(want)) == text
-    pieces = list(tok.subword_pieces(vocab, text))
-    assert "".join(piece for piece, _ in pieces) == text.decode() and sum(n for _, n in pieces) == len(want)
-    monkeypatch.setattr(tok, "BLOCK", 50)
-    assert b"".join(tok.decode_blocks(vocab, want)) == text
     assert tok.one_id(vocab, "<|end|>", "reset_on") == 0 and tok.decode(vocab, [tok.start_id(vocab)]) == b"\n"
     path = write(tmp_path / "prose.txt", text)
     assert call(prepare.main, path, out=tmp_path / "tokens", tokenizer=file).code is None
     own, tokens = prepare.load(path), prepare.load(tmp_path / "tokens")
     assert tokens.tokens_sha256 == prepare.load(path, str(file)).tokens_sha256 and tokens.n_bytes == own.n_bytes
-    assert prepare.load(tmp_path / "tokens", vocab=own.vocab).tokens_sha256 == own.tokens_sha256
 
 
 def test_a_broken_tokenizer_json_and_a_missing_library_are_one_line(tmp_path, monkeypatch):
     one_line(("'no.json'", "byte, char, word", "tokenizer.json"), tok.build, "no.json", b"a")
-    for bad in (b"{}", b"\xff", b"[1]"):
-        file = write(tmp_path / "bad.json", bad)
-        one_line([file], tok.build, str(file), b"a")
+    file = write(tmp_path / "bad.json", b"[1]")
+    one_line([file], tok.build, str(file), b"a")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     tok._subwords.cache_clear()
     one_line("pip install tokenizers", tok.build, str(file), b"a")
-    one_line("pip install tokenizers", tok.encode, {"kind": "subword", "json": "{}", "size": 9}, b"a")

@@ -1,29 +1,25 @@
 """Nothing is lost: damaged files, full disks, stops, two runs in a folder, steps that are not finite."""
 
-import contextlib
 import errno
-import io
-import itertools
 import math
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import TINY, argv, call, interrupt, log, raw, refused, saved_run, spy, stopped
+from runs import NOISY, call, log, raw, refused, saved_run, spy, stopped
 
 import sample
 import train
 import txl
-from data import checkpoint, flags
+from data import checkpoint
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
-BASE = TINY | dict(steps=12, eval_every=2, dropout=0.1, json=True, skip_nonfinite=2)
+BASE = NOISY | dict(steps=12, eval_every=2)
 
 
 @pytest.fixture
@@ -41,15 +37,12 @@ def fit(tmp_path, text):
 # files and folders
 
 
-def test_a_damaged_file_ends_a_script_in_one_line_with_the_good_one_beside_it_or_all_that_are_damaged(tmp_path):
+def test_a_damaged_file_ends_a_script_in_one_line_with_the_good_one_beside_it(tmp_path):
     for name in ("best.npz", "last.npz"):
         checkpoint.save(tmp_path / name, {}, {"run": {"step": 1}})
-    data = (tmp_path / "best.npz").read_bytes()[:-30]
-    (tmp_path / "best.npz").write_bytes(data)
+    (tmp_path / "best.npz").write_bytes((tmp_path / "best.npz").read_bytes()[:-30])
     for main, flag in ((sample.main, "run"), (train.main, "init")):
         refused(call(main, **{flag: tmp_path}), tmp_path / "best.npz", "damaged", f"give {tmp_path / 'last.npz'}")
-    (tmp_path / "last.npz").write_bytes(data)
-    refused(call(train.main, resume=tmp_path), tmp_path / "best.npz", tmp_path / "last.npz", "every checkpoint")
 
 
 def test_a_run_in_a_folder_that_another_one_writes_to_is_refused(fit):
@@ -59,26 +52,18 @@ def test_a_run_in_a_folder_that_another_one_writes_to_is_refused(fit):
     assert not list(fit.folder.iterdir())
 
 
-def syncs(monkeypatch, seen):
-    """Calls seen(n) at the n-th time that a file is about to be whole on the disk."""
-    count, fsync = itertools.count(1), os.fsync
+def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_checkpoint_before(fit, monkeypatch):
+    left, fsync = iter(range(2)), os.fsync  # last.npz and best.npz of step 2
 
-    def watched(number):
-        seen(next(count))
+    def full(number):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
-    monkeypatch.setattr(os, "fsync", watched)
-
-
-def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_checkpoint_before(fit, monkeypatch):
-    def full(n):
-        if n > 2:  # last.npz and best.npz of step 2
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    syncs(monkeypatch, full)
+    monkeypatch.setattr(os, "fsync", full)
     refused(fit(), fit.folder / "best.npz", "not saved", os.strerror(errno.ENOSPC))
     assert sorted(p.name for p in fit.folder.iterdir()) == ["best.npz", "last.npz", "log.jsonl"]
-    assert checkpoint.load(fit.folder / "last.npz").run["step"] == 2
+    assert saved_run(fit.folder)["step"] == 2
 
 
 # stops
@@ -92,29 +77,6 @@ def test_a_stop_while_the_step_compiles_ends_the_run_after_its_first_step_with_a
     outcome = fit()
     assert outcome.code == 143 and f"go on with python train.py --resume {fit.folder}" in outcome.err
     assert saved_run(fit.folder)["step"] == 1
-
-
-def test_a_second_sigint_in_the_middle_of_saving_stops_at_once_and_harms_nothing(fit, monkeypatch, capfd):
-    before = []
-
-    def twice(n):
-        if n == 3:
-            before.append((fit.folder / "last.npz").read_bytes())
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    syncs(monkeypatch, twice)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit) as e:
-            flags.run_script(fit)
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # the exit itself is not to be interrupted
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert e.value.code == 130 and capfd.readouterr().err.endswith("stopped at once\n")
-    assert (fit.folder / "last.npz").read_bytes() == before[0]
-    assert sorted(p.name for p in fit.folder.iterdir()) == ["best.npz", "last.npz", "log.jsonl"]
 
 
 # numbers
@@ -136,25 +98,25 @@ def with_nan(monkeypatch, numbers, states):
 
 def test_steps_that_are_not_finite_are_skipped_up_to_n_in_a_row_and_change_only_counts_of_steps(fit, monkeypatch):
     states = []
-    with_nan(monkeypatch, {4, 5, 8, 9}, states)
+    with_nan(monkeypatch, {4, 5, 8}, states)
     outcome = fit()
     assert outcome.code is None, outcome
-    for kept, skipped in ((3, 5), (7, 9)):
+    for kept, skipped in ((3, 5), (7, 8)):
         a, b = (jax.tree.leaves(states[number - 1][:2]) for number in (kept, skipped))
         assert len(a) > 40 and all(x.tobytes() == y.tobytes() for x, y in zip(a, b) if x.dtype != np.int32)
         assert not states[skipped - 1][2].h.any() and not states[skipped - 1][2].fill.any()
     steps = log(fit.folder)[1]
-    assert [(e["step"], e["skipped"]) for e in steps if "skipped" in e] == [(4, 1), (5, 2), (8, 1), (9, 2)]
-    assert [e["step"] for e in steps if "loss_nats" in e] == [1, 2, 3, 6, 7, 10, 11, 12]
+    assert [(e["step"], e["skipped"]) for e in steps if "skipped" in e] == [(4, 1), (5, 2), (8, 1)]
     counts = [a for name, a in raw(fit.folder / "last.npz")[1].items() if name.endswith("count")]
     assert counts and all(count == 12 for count in counts)  # so that the logged rate is the one that was used
-    assert "2 in a row" in train.format_entry(steps[4], train.TrainConfig())
 
 
-def test_one_more_step_in_a_row_that_is_not_finite_stops_the_run_there(fit, monkeypatch):
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_one_more_step_in_a_row_that_is_not_finite_stops_the_run_there(allowed, fit, monkeypatch):
     with_nan(monkeypatch, {5, 6, 7}, [])
-    refused(fit(), "loss nan", "at step 7", fit.folder, "last good checkpoint", "--lr", "--skip_nonfinite 4")
-    assert saved_run(fit.folder)["step"] == 6
+    fit.flags["skip_nonfinite"] = allowed
+    refused(fit(), "loss nan", f"at step {5 + allowed}", fit.folder, "last good checkpoint", "--lr")
+    assert saved_run(fit.folder)["step"] == 4 + allowed
     assert all(np.isfinite(a).all() for a in raw(fit.folder / "last.npz")[1].values())
     assert all(math.isfinite(entry.get("loss_nats", 0)) for entry in log(fit.folder)[1])
 
@@ -213,32 +175,6 @@ def test_no_moment_of_death_while_saving_loses_the_best_weights(fit, tmp_path):
         best = checkpoint.load(folder / "best.npz")
         assert latest.run["best"] == best.run["best"] == {2: 2.0, 6: 1.0}[best.run["step"]], n
     assert n >= 4  # a save of two files: two times a file on the disk and a new name
-
-
-class Closed(io.RawIOBase):
-    """Standard output whose reader has gone."""
-
-    writable = lambda self: True
-
-    def write(self, data):
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-
-def test_a_closed_standard_output_costs_no_step_and_no_checkpoint(fit, monkeypatch):
-    monkeypatch.setattr(os, "dup2", lambda *args: None)  # pytest's own must stay
-    interrupt(monkeypatch, 5, signal.SIGHUP)
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.TextIOWrapper(Closed(), write_through=True)), contextlib.redirect_stderr(err):
-        with pytest.raises(SystemExit) as e:
-            train.main(argv(**fit.flags))
-    assert e.value.code == 128 + signal.SIGHUP and err.getvalue().count("going on without it") == 1
-    assert saved_run(fit.folder)["step"] == len(log(fit.folder)[1]) == 5
-
-
-def test_status_lines_never_go_to_standard_output(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", None)  # as python has it where standard error is closed
-    flags.print_status("a line for people")
-    assert capsys.readouterr().out == ""
 
 
 def test_only_the_weight_matrices_of_layers_decay_by_adamw_and_by_muon():

@@ -1,13 +1,9 @@
 """Every flag of both scripts refuses what it cannot be, in one line, before anything is compiled or written."""
 
-import contextlib
-import importlib
-import io
-import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import jax
@@ -37,11 +33,8 @@ BAD = {
     int | str: ("no/such/thing", "two words", "-7", "256", ""),
     int | tuple: ("x", "1.5", "nan", "-7", "", "1e3", "-3,4", "3,4", ",", ",,"),
 }
-MORE = dict(dropout=("1", "1.5"), dropatt=("1", "1.5"), clamp_len=("-2", "0"), d_model=("15",), beta2=("1", "0"))
-MORE |= dict(cutoffs=("256", "9,5", "0"), lr=("0",), lr_min=("1.5",), clip=("0",), seed=(str(2**31),), devices=("5",))
-MORE |= dict(batch_chunk=("3",), n_samples=("0",), n_tokens=("0",), top_p=("0", "1.5"), min_p=("1.5",))
-METAVAR = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "1,2,...", tuple[str, ...]: "TEXT"}
-METAVAR |= {int | tuple: "1,2,...", int | str: "TEXT"}
+MORE = dict(dropout=("1",), clamp_len=("0",), d_model=("15",), cutoffs=("256", "9,5"), lr=("0",), lr_min=("1.5",))
+MORE |= dict(seed=(str(2**31),), devices=("5",), batch_chunk=("3",), n_samples=("0",), top_p=("0", "1.5"))
 FILES = ("text.txt", "text.txt/sub")  # where no folder can be made
 INSTEAD = {"out": FILES, "profile": FILES}  # of kind str, but folders to make
 INSTEAD |= {"prompt": (), "stop": ("",), "reset_on": ("two words", "-7", "256")}  # any text will do, or all but none
@@ -79,27 +72,19 @@ def test_a_flag_refuses_every_value_that_it_cannot_be_before_compiling_or_writin
 TRAINING = (
     ("--resume model --init model", "resume", "init"),
     ("--run model", "run", "--eval_only"),
-    ("--split test", "split", "--eval_only"),
     ("--resume auto", "--out"),
-    ("--cutoffs 9 --div_val 99", "div_val"),
-    ("--mem_len ,", "',' holds no number"),
     ("--batch_size 8", "write --batch "),
-    ("--bacth 8", "write --batch "),
     ("my.txt", "write --data my.txt "),
     ("--data a.txt b.txt", "python -m data.prepare FILE FILE --out DIR"),
     ("--pre_norm --no-pre_norm", "--pre_norm is given 2 times"),
-    *[(f"--{name}=", f"{name} is empty") for name in ("data", "resume", "run", "out")],
 )
 SAMPLING = (
     ("--run model --prompt a --prompt_file text.txt", "prompt", "prompt_file"),
     ("", "no run found", "--run"),
     ("hello", "write --prompt hello "),
-    ("--prompt --hello", "write --FLAG=--TEXT"),
-    *[(f"--{name}=", f"{name} is empty") for name in ("run", "reset_on")],
     (f"--n_tokens {2**31}", "less than 2**31"),
-    (f"--n_samples {2**31 - 1} --run model", "at most 1,000,000"),
 )
-BOTH = (("batch=8", "batch=8", "--help"), ("--seeed 8", "--seeed", "--help"), ("--see 8", "--see", "--help"))
+BOTH = (("batch=8", "batch=8", "--help"), ("--see 8", "--see", "--help"))
 CASES = [("train", *case) for case in BOTH + TRAINING] + [("sample", *case) for case in BOTH + SAMPLING]
 
 
@@ -112,76 +97,35 @@ def test_flags_that_contradict_each_other_are_named_and_what_was_meant_is_sugges
 
 
 def test_numbers_switches_and_tuples_are_taken_as_they_are_meant_and_what_is_left_out_or_hidden_is_no_flag():
-    def given(*argv):
-        groups = (txl.Config, train.TrainConfig)
-        return flags.parse(argv, "x.py", "", groups, (), hidden=("n_token", "tie_projs"))
+    def given(line):
+        return flags.parse(line.split(), "x.py", "", (txl.Config, train.TrainConfig), (), hidden=HIDDEN)
 
-    found = given("--dropout", "0", "--lr", "1e-3", "--weight_decay=0")
-    assert found == {"dropout": 0.0, "lr": 0.001, "weight_decay": 0.0}
-    assert {type(value) for value in found.values()} == {float} == {type(txl.Config(dropout=0).dropout)}
-    found = given("--no-same_length", "--pre_norm", "--cutoffs", "3,5,")
-    assert found == {"same_length": False, "pre_norm": True, "cutoffs": (3, 5)}
-    for name in ("n_token", "tie_projs"):
-        with pytest.raises(SystemExit, match=f"unrecognized arguments: --{name}"):
-            given(f"--{name}", "2")
+    found = given("--dropout 0 --lr 1e-3 --no-same_length --pre_norm --cutoffs 3,5,")
+    assert found == {"dropout": 0.0, "lr": 0.001, "same_length": False, "pre_norm": True, "cutoffs": (3, 5)}
+    assert type(found["dropout"]) is float
+    with pytest.raises(SystemExit, match="unrecognized arguments: --n_token"):
+        given("--n_token 2")
 
 
-@pytest.mark.parametrize("script, main, groups", [("train", train.main, 7), ("sample", sample.main, 4)])
-def test_help_groups_the_flags_with_default_and_meaning_and_ends_with_examples_of_flags_that_exist(
-    script, main, groups
-):
+@pytest.mark.parametrize("script, main", [("train", train.main), ("sample", sample.main)])
+def test_help_tells_every_flag_with_default_and_meaning_and_ends_with_examples_of_flags_that_exist(script, main):
     code, out, _ = call(main, "--help")
-    heads = re.findall(r"^(\S.*):$", out, re.M)
-    assert code == 0 and len(heads) == groups + 2 and heads[0] == "options" and heads[-1] == "examples"
     known, _, examples = out.partition("examples:")
-    assert set(re.findall(r"--\w+", examples)) <= set(re.findall(r"^  (--\w+)", known, re.M))
-    text = "".join(out.partition("options:")[2].split())  # lines are broken anywhere
+    told = dict(re.findall(r"^  --(\w+)(.*?)(?=^  --|^\S|\Z)", known, re.M | re.S))
+    assert code == 0 and {word[2:] for word in re.findall(r"--\w+", examples)} <= told.keys()
     for f in [f for name, f in FLAGS if name == script]:
         default = f.default if f.default not in ("", ()) else "none"
-        choices = {**train.CHOICES, "remat": txl.REMAT, "attention": txl.ATTENTION, "dtype": txl.DTYPES}.get(f.name)
-        value = f"{{{','.join(choices)}}}" if choices else METAVAR.get(f.type)
-        shown = f"--{f.name},--no-{f.name}" if type(f.default) is bool else f"--{f.name}{value}"
-        meaning, own, _ = text.partition(shown)[2].partition("(default:")
-        assert own and len(meaning) > 3 and text.count(shown + meaning + f"(default:{default})") == 1, f.name
+        meaning, own, rest = "".join(told[f.name].split()).partition("(default:")  # lines are broken anywhere
+        assert len(meaning) > 10 and rest == "".join(f"{default})".split()), f.name
 
 
 # what scripts share
-
-
-def test_a_tool_is_imported_and_only_its_own_missing_file_is_told_of(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "tools"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    missing = r"--plan needs tools/plan\.py, which is missing: restore the folder tools/, or leave the flag out$"
-    for make in (lambda: None, (tmp_path / "tools").mkdir):
-        make()
-        importlib.invalidate_caches()
-        with pytest.raises(ValueError, match=missing):
-            flags.import_tool("plan", "plan")
-    (tmp_path / "tools/shard.py").write_text("import tools.plan")
-    (tmp_path / "tools/plot.py").write_text("answer = 42")
-    importlib.invalidate_caches()
-    with pytest.raises(ModuleNotFoundError, match="tools.plan"):
-        flags.import_tool("shard", "shard")
-    assert flags.import_tool("plot", "plot").answer == 42
-
-
-def test_bytes_reach_standard_output_unchanged_whatever_its_encoding_and_after_what_was_printed():
-    shown = io.BytesIO()
-    with contextlib.redirect_stdout(io.TextIOWrapper(shown, encoding="ascii")):
-        print("a", end="")
-        flags.write_stdout("é\n".encode() + b"\xff")
-        assert shown.getvalue() == "aé\n".encode() + b"\xff"
-    with contextlib.redirect_stdout(io.StringIO()) as text:  # has no bytes below it
-        flags.write_stdout("é".encode() + b"\xff")
-    assert text.getvalue() == "é\ufffd"
 
 
 STOP = "import gc, signal; stop = lambda *_: signal.raise_signal(2)"
 ENDS = {
     "Ctrl-C": ("stop()", 130),
     "swallowed": ("with contextlib.suppress(KeyboardInterrupt): stop()", 130),
-    "swallowed, then an error": ("try: stop()\n    finally: sys.exit(3)", 130),
     "no error": ("print('done', file=sys.stderr)", 0),
 }
 
@@ -191,32 +135,6 @@ def test_ctrl_c_ends_a_script_with_one_line_and_exit_130_whatever_swallows_it(co
     script = f"import contextlib, sys; from data import flags\n{STOP}\ndef main():\n    {code}\nflags.run_script(main)"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (found, {130: "stopped at once\n", 0: "done\n"}[found])
-
-
-@pytest.mark.parametrize("words", ["train.py", "sample.py", "-m data.prepare", "-m data.import_checkpoint"])
-def test_ctrl_c_while_modules_load_ends_a_script_with_one_line_and_exit_130(words, tmp_path):
-    for name in ("numpy", "jax"):
-        (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(2)")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped at once\n")
-
-
-def test_a_new_field_is_checked_by_its_default_and_one_without_a_comment_is_named():
-    @dataclass(frozen=True)
-    class New:
-        label_smoothing: float = 0.0  # share of the target's probability that all share
-        undocumented: int = 1
-
-        def __post_init__(self):
-            txl.check_fields(self)
-
-    assert New().label_smoothing == 0
-    for wrong in (dict(label_smoothing=-0.5), dict(undocumented=0)):
-        with pytest.raises(ValueError, match="out of range"):
-            New(**wrong)
-    with pytest.raises(ValueError, match="New.undocumented has no comment"):
-        flags.parse([], "x.py", "", (New,), ())
 
 
 def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
@@ -231,24 +149,3 @@ def test_no_device_and_no_jit_are_one_line(place, monkeypatch):
             refused(call(main, *words), "no device", "JAX_PLATFORMS")
     with jax.disable_jit():
         refused(call(train.main, "--data", "text.txt", *SMALL), "JAX_DISABLE_JIT")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-@pytest.mark.parametrize(
-    "given, want",
-    [
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
-    ],
-)
-def test_a_script_starts_again_with_huge_pages_unless_the_user_set_them(given, want, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\nfrom data import flags\n"
-        "flags.use_huge_pages()\nprint(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
-    )
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": given}
-    command = [sys.executable, script, "--prompt", "two words"]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert out == f"{want} ['--prompt', 'two words']\n"

@@ -42,9 +42,3 @@ def test_a_run_is_loaded_scores_a_string_generates_in_a_loop_and_shows_the_state
     np.testing.assert_allclose(nats, want, atol=1e-5)  # rounding of two float32 paths
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)) and len(params["layers"]) == 2
     assert jnp.isfinite(logits).all()
-
-
-def test_text_is_str_or_bytes_and_comes_back_as_str():
-    vocab = tokenizer.build("byte", b"")
-    assert (tokenizer.encode(vocab, "é\udcff") == tokenizer.encode(vocab, b"\xc3\xa9\xff")).all()
-    assert tokenizer.decode_text(vocab, list(b"\xc3\xa9\xff")) == "é\ufffd"

@@ -5,7 +5,6 @@ import io
 import json
 import pickle
 import sys
-import tracemalloc
 import types
 import zipfile
 from collections import Counter, OrderedDict
@@ -13,13 +12,12 @@ from collections import Counter, OrderedDict
 import jax
 import numpy as np
 import pytest
-from conftest import REFERENCE, load_reference, make_params, part, worst
-from runs import TEXT, TINY, call, raw, refused, write_raw
+from conftest import make_params, worst
+from runs import call, fails, raw, refused, write_raw
 
-import sample
 import train
 import txl
-from data import checkpoint, flags, import_checkpoint, tokenizer
+from data import checkpoint, flags, import_checkpoint
 from data.import_checkpoint import convert
 
 CFG = txl.Config(
@@ -76,13 +74,11 @@ def foreign(params, cfg):
     "options, missing",
     [
         ({}, ()),
-        (dict(untie_r=False), ()),
         (dict(untie_r=False), ("dec_attn.r_w_bias", "layers.1.dec_attn.r_r_bias")),
         (dict(tie_weight=True), ("out_layers.0.w", "out_layers.1.w", "out_layers.2.w", "out_projs.0", "out_projs.2")),
-        (dict(tie_weight=True, tie_projs=(True, True, True)), ("out_layers.0.w", "out_layers.1.w", "out_layers.2.w")),
         (dict(tie_projs=(True, True, True)), ("out_projs",)),
     ],
-    ids=["biases of each layer", "shared biases", "once", "tied tables and projections", "tables", "projections"],
+    ids=["biases of each layer", "shared biases", "tied tables and projections", "projections"],
 )
 def test_hugging_face_names_become_our_config_and_parameters_and_shared_and_tied_copies_may_be_missing(
     options, missing
@@ -90,53 +86,25 @@ def test_hugging_face_names_become_our_config_and_parameters_and_shared_and_tied
     lengths = dict(clamp_len=7, same_length=True, pre_norm=True)  # passed on
     want = variant(**options, **lengths)
     params = make_params(want)
-    whole = foreign(params, want)
-    state = without(*missing)(whole)
-    assert len(state) <= len(whole) - len(missing)
-    cfg, got = convert(state, **OPTIONS, **lengths)
+    cfg, got = convert(without(*missing)(foreign(params, want)), **OPTIONS, **lengths)
     assert cfg == want and jax.tree.structure(got) == jax.tree.structure(params) and worst(got, params) == 0
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in REFERENCE.glob("*.npz")))
-def test_the_config_of_every_reference_is_inferred(name):
-    want, arrays = load_reference(name)
-    state = {f"module.{old}": array for old, array in part(arrays, "param/").items()}  # as DataParallel saves it
-    options = dict(mem_len=want["mem_len"], n_head=want["n_head"], cutoffs=want["cutoffs"], div_val=want["div_val"])
-    cfg, params = convert(state, layout="pytorch", **options)
-    for field in ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "tie_weight"):
-        assert getattr(cfg, field) == want[field], field
-    if want["cutoffs"]:
-        assert cfg.tie_projs == tuple(want["tie_projs"])
-    assert not cfg.untie_r and params["embed_0"].dtype == np.float64
-
-
-NETS = "dec_attn.qkv_net.weight", "dec_attn.r_net.weight"
 BROKEN = [  # what is changed in the source or in the options, words of the one line
     (ones("transformer.h.0.attn", 2, 3), {}, "unknown array 'transformer.h.0.attn' (2, 3)"),
     (without("layers.1.pos_ff.CoreNet.3.bias"), {}, "missing array 'b_2' of layers [1]"),
-    (without("layers."), {}, "missing array 'w_qkv' of layers all"),
-    (ones("pos_ff.CoreNet.3.bias", 10, layers=[2]), {}, "missing array 'w_qkv' of layers [2]"),
-    (without("emb_layers.0", "emb_layers.1"), {}, "missing array 'embed_0', 'embed_1': "),
-    (without("out_layers.0.w", "out_layers.2.w"), {}, "out_0 missing; out_2 missing"),
-    (ones("crit.out_layers.3.weight", 1, 1), {}, "out_3 unexpected"),
     (ones("module.layers.1.dec_attn.r_net.weight", 15, 10), {}, "array 'w_r' is set twice"),
     (ones("transformer.r_w_bias", 3, 5), {}, "array 'u' is set for all layers and differs in layers [0, 1]"),
-    (ones("dec_attn.r_w_bias", 3, 6, layers=[1]), {}, "array 'u' is (3, 6) in layer 1, wanted (3, 5)"),
-    (ones(NETS[0], 44, 10, layers=[0, 1]), {}, "array 'w_qkv' has 44 rows, wanted 3 x"),
-    (ones(NETS[1], 12, 10, layers=[0, 1]), {}, "layers/w_r is (2, 10, 3, 4), wanted (2, 10, 3, 5)"),
-    (ones(NETS[1], 15, 10, layers=[10**9]), {}, "weight' has a number beyond all 45 arrays"),
+    (ones("dec_attn.r_net.weight", 15, 10, layers=[10**9]), {}, "weight' has a number beyond all 45 arrays"),
     (ones("pos_ff.CoreNet.0.bias", 15, layers=[0, 1]), {}, "layers/b_1 is (2, 15), wanted (2, 14)"),
-    *((dict, dict(n_head=n), f"n_head={n} does not divide 15 channels of 'w_qkv'") for n in (4, 0, -3)),
-    (dict, dict(n_head=5), "u is (2, 3, 5), wanted (2, 5, 3)"),
+    (dict, dict(n_head=4), "n_head=4 does not divide 15 channels of 'w_qkv'"),
     (dict, dict(layout="tf"), "layout='tf' is unknown"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, options, message", BROKEN, ids=[message for *_, message in BROKEN])
 def test_a_source_or_an_option_that_does_not_fit_is_refused_in_one_line(change, options, message):
-    with pytest.raises(ValueError) as e:
-        convert(change(foreign(make_params(CFG), CFG)), **OPTIONS | options)
-    assert message in str(e.value) and "\n" not in str(e.value)
+    fails(lambda: convert(change(foreign(make_params(CFG), CFG)), **OPTIONS | options), message)
 
 
 # the command
@@ -203,23 +171,14 @@ def not_imported(source, *words, **flags_given):
     assert not flags.CONTROL.search(outcome.code + outcome.out + outcome.err)
 
 
-def test_an_import_is_sampled_evaluated_and_fine_tuned_and_never_resumed(here):
+def test_a_file_becomes_a_run_in_its_vocabulary_that_is_never_resumed(here):
     (here / "model.npz").rename("MODEL.NPZ")  # in capitals, too
     found = imported("MODEL.NPZ", **FILE)
     assert found.cfg == CFG and found.vocab == {"kind": "word", "symbols": WORDS}
     assert worst(found.params, make_params(CFG)) == 0
     put("text.txt", b"the w1 w2 w25\n w7 w8 w3 other w9\n" * 30)(here)
-    written = call(sample.main, run="run", prompt="the w1 unheard\n", n_tokens=6, json=True)
-    assert len(written.entries()[0]["ids"]) == 6
-    same = dict(data="text.txt", tgt_len=3, eval_batch=3, json=True, devices=1)
-    judged = call(train.main, eval_only=True, run="run", split="train", **same)
-    assert judged.entries()[0]["step"] == 0 and np.isfinite(judged.entries()[0]["loss_nats"])
-    flags = same | dict(steps=1, batch=2)
-    refused(call(train.main, resume="run", **flags), "was trained on other data", "--init run")
-    refused(call(train.main, init="run", n_layer=3, **flags), "n_layer: checkpoint 2, asked 3")
-    tuned = call(train.main, init="run", out="tuned", lr=1e-9, **flags)
-    assert tuned.code is None and tuned.entries()[0]["step"] == 1
-    assert worst(checkpoint.load("tuned").params, found.params) < 1e-6
+    outcome = call(train.main, resume="run", data="text.txt", tgt_len=3, batch=2, steps=1, devices=1)
+    refused(outcome, "was trained on other data", "--init run")
 
 
 def test_a_hugging_face_folder_says_all_but_its_vocabulary_and_may_leave_out_the_projections_that_it_says_are_tied(
@@ -235,18 +194,16 @@ def test_a_hugging_face_folder_says_all_but_its_vocabulary_and_may_leave_out_the
 
 
 def test_weights_of_other_precisions_become_float32(here):
-    halves = {name: (a.view(np.uint32) >> 16).astype(np.uint16) for name, a in STATE.items() if a.dtype == np.float32}
-    cut = {name: (a.astype(np.uint32) << 16).view(np.float32) for name, a in halves.items()}
-    want = convert(STATE | cut, **OPTIONS)[1]
-    put(WEIGHTS, safetensors(STATE | halves))(here)
-    found = imported("hf").params
-    assert worst(found, want) == 0 and {a.dtype.name for a in jax.tree.leaves(found)} == {"float32"}
     np.savez("model.npz", **{name: a.astype(np.float64) for name, a in STATE.items()})
-    found = imported("model.npz", out="again", **FILE).params
-    assert worst(found, make_params(CFG)) == 0 and {a.dtype.name for a in jax.tree.leaves(found)} == {"float32"}
+    halves = {name: (a.view(np.uint32) >> 16).astype(np.uint16) for name, a in STATE.items() if a.dtype == np.float32}
+    put(WEIGHTS, safetensors(STATE | halves))(here)  # bfloat16
+    cut = {name: (a.astype(np.uint32) << 16).view(np.float32) for name, a in halves.items()}
+    for found, state in ((imported("model.npz", **FILE), STATE), (imported("hf", out="half"), STATE | cut)):
+        assert worst(found.params, convert(state, **OPTIONS)[1]) == 0
+        assert {a.dtype.name for a in jax.tree.leaves(found.params)} == {"float32"}
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module.model."])
+@pytest.mark.parametrize("prefix", ["model.", "_orig_mod.module."])
 def test_what_wrappers_put_before_the_names_is_taken_away(prefix, here):
     wrapped = {f"{prefix}{old}": array for old, array in STATE.items()}
     np.savez("model.npz", **wrapped)
@@ -267,31 +224,20 @@ def test_weights_in_several_files_are_read_by_their_index(here):
 
 NASTY = "\x1b]0;t\x07\x9b2J\u202e\ntrain.py: done"  # what a stranger's file may say on one's terminal
 ESCAPED = ("1b]0;t", "x9b2J", "u202e")
-NAMED = b"".join(b"X" + len(NASTY.encode()).to_bytes(4, "little") + NASTY.encode() for _ in range(2))
-NONE_OF = ("is none of the files that can be read", ".safetensors, .npz or state_dict")
-DAMAGED = ("safetensors is damaged",)
-OTHER = {"n_head": "3", "tie_projs": 1, "attn_type": 2}
-NO_MEMORY = "mem_len=0 is out of range, since with same_length it counts the query itself: give 1 or more"
 SPOILT = {  # what is done to the files, source, flags, words
-    "no such file": (gone("model.npz"), "model.npz", FILE, ["model.npz: no such file"]),
     "a flag for a folder": (None, "hf", dict(n_head=3), ["config.json says --n_head: leave it out"]),
     "no weights": (gone(WEIGHTS), "hf", {}, ["no model.safetensors or pytorch_m"]),
-    "a config of another kind": (put("hf/config.json", OTHER), "hf", {}, [
-        "n_head '3', mem_len 'missing'", "tie_projs 1, attn_type 2: not a Transformer-XL"]),
-    "a config of no memory": (put("hf/config.json", CONFIG | {"mem_len": 0}), "hf", {}, [NO_MEMORY]),
-    "a cut .safetensors": (put(WEIGHTS, safetensors(STATE)[:-4]), "hf", {}, DAMAGED),
-    "a .safetensors that is none": (put(WEIGHTS, b"\xff" * 99), "hf", {}, DAMAGED),
+    "another model": (put("hf/config.json", CONFIG | {"attn_type": 2}), "hf", {}, ["attn_type 2: not a Transf"]),
+    "a cut .safetensors": (put(WEIGHTS, safetensors(STATE)[:-4]), "hf", {}, ["safetensors is damaged"]),
     "arrays that share bytes": (
         put(WEIGHTS, safetensors(STATE, data_offsets=[0, 4000], shape=[1000])), "hf", {}, ["arrays that overlap"]),
-    "integers": (put(WEIGHTS, safetensors(STATE, dtype="I32")), "hf", {}, ["than floats"]),
-    "no vocabulary": (None, "model.npz", FILE | dict(vocab=""), ["29 ids", "--vocab FILE"]),
     "a short vocabulary": (put("vocab.txt", "\n".join(WORDS[:28]).encode()), "hf", {}, ["vocab.txt has 28", "hf 29"]),
     "a folder of a run": (put("best.npz", b""), "hf", dict(out="."), ["holds a run"]),
     "an index that leaves its folder": (index(b'{"weight_map": {"a": "../model.npz"}}'), "hf", {}, ["no index of"]),
-    "another kind of weights": (put("tf_model.h5", b"\x89HDF\r\n"), "tf_model.h5", FILE, NONE_OF),
+    "another kind of weights": (
+        put("tf_model.h5", b"\x89HDF\r\n"), "tf_model.h5", FILE, [".safetensors, .npz or state_dict"]),
     "a nasty array": (
         lambda here: np.savez("model.npz", **STATE | {NASTY: np.ones(3)}), "model.npz", FILE, ESCAPED),
-    "a nasty global of a pickle": (put("vocab.txt", b"\x80\x04" + NAMED + b"\x93."), "hf", {}, ESCAPED),
 }  # fmt: skip
 
 
@@ -342,14 +288,10 @@ def zipped(data, method=zipfile.ZIP_STORED):
 
 VOCABS = {
     "a text with CRLF": ("v", ("\r\n".join(SYMBOLS) + "\r\n").encode()),
-    "a text with a byte order mark": ("v.txt", "\ufeff".encode() + "\n".join(SYMBOLS).encode()),
-    "our JSON with one": ("v.json", "\ufeff".encode() + json.dumps(OURS).encode()),
+    "our JSON with a byte order mark": ("v.json", "\ufeff".encode() + json.dumps(OURS).encode()),
     "JSON of ids by symbol": ("vocab.json", json.dumps({s: i for i, s in list(enumerate(SYMBOLS))[::-1]}).encode()),
-    "our meta.json": ("meta.json", json.dumps({"vocab": OURS, "dtype": "uint8"}).encode()),
     "a pickle, protocol 5": ("vocab.pkl", pickle.dumps(HELD, 5)),
     "torch.save": ("vocab.bin", zipped(pickle.dumps(HELD, 2))),
-    "torch.save of old": ("vocab.bin", b"".join(pickle.dumps(x, 2) for x in (2**77 + 1, 1001, {"x": 2}, HELD, []))),
-    "ids alone": ("vocab.pkl", pickle.dumps({"sym2idx": dict(list(HELD["sym2idx"].items())[::-1]), "idx2sym": []})),
     "UTF-8 read as Latin-1": ("vocab.pkl", pickle.dumps({"idx2sym": [s.encode().decode("latin-1") for s in SYMBOLS]})),
 }  # fmt: skip
 
@@ -360,26 +302,14 @@ def test_a_vocabulary_is_read_in_the_order_of_its_ids_from(name, data, tmp_path)
     assert import_checkpoint.read_vocabulary(tmp_path / name) == OURS
 
 
-def test_single_characters_are_a_char_vocabulary_and_bytes_are_asked_for_by_name(tmp_path):
-    (tmp_path / "v.txt").write_text("b\na\n \n")
-    assert import_checkpoint.read_vocabulary(tmp_path / "v.txt") == {"kind": "char", "symbols": ["b", "a", " "]}
-    assert tokenizer.size(import_checkpoint.read_vocabulary("byte")) == 256
-
-
-NO_PICKLE = "is no pickle of plain containers with idx2sym or sym2idx"
 MEAN = {
     "a bomb": ("v.pkl", pickle.dumps(HELD | {"x": Bomb()}), "io.open"),
     "a bomb in the oldest kind of pickle": ("v.pkl", b"\x80\x02" + pickle.dumps(Bomb(), 0), "io.open"),
     "a bomb in what torch saved": ("v.bin", zipped(pickle.dumps({"idx2sym": Bomb()}, 2)), "io.open"),
     "a class by its old opcode": ("v.pkl", b"\x80\x02(S'x'\nios\nsystem\n.", "it has the opcode INST"),
-    "an object of its own": ("v.pkl", pickle.dumps({"idx2sym": np.ones(2)}), "it names numpy."),
-    "a key as deep as its file is long": ("v.pkl", b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.", NO_PICKLE),
     "a zip bomb": ("v.bin", zipped(pickle.dumps(HELD), zipfile.ZIP_DEFLATED), "a zip without a stored data.pkl"),
-    "symbols of another kind": ("v.pkl", pickle.dumps({"idx2sym": ["a", ["b"]]}), "a symbol that is no text"),
     "ids that do not agree": ("v.pkl", pickle.dumps(HELD | {"idx2sym": SYMBOLS[::-1]}), "do not agree on ids"),
-    "no text": ("v.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
     "JSON of ids with a gap": ("v.json", b'{"<eos>": 0, "<unk>": 2}', "no JSON of a vocabulary (the ids are not"),
-    "counts beside words": ("v.txt", b"<eos> 12\n<unk> 7", "v.txt: word vocabulary with the symbol '<eos> 12'"),
 }
 
 
@@ -390,37 +320,12 @@ def test_what_is_no_plain_vocabulary_is_refused_in_one_line_and_nothing_in_it_ru
     assert not (here / "exploded").exists() and not (here / "run").exists()
 
 
-def copies_of_a_dict(n, k):
-    """A pickle of n entries that makes k dicts of them."""
-    entries = b"".join(b"M" + i.to_bytes(2, "little") + b"N" for i in range(n))
-    return b"\x80\x02}(" + entries + b"u\x85q\x01ccollections\nCounter\nq\x02" + b"h\x02h\x01R" * k + b"."
-
-
-def test_a_vocabulary_takes_no_more_memory_than_a_hundred_times_its_file(tmp_path):
-    names = {"v.pkl": copies_of_a_dict(6000, 1000), "v.bin": zipped(copies_of_a_dict(6000, 1000))}
-    names |= {"many.pkl": b"\x80\x02" + b"]}" * 50_000 + b"."}
-    for name, data in names.items():
-        (tmp_path / name).write_bytes(data)
-        tracemalloc.start()
-        with pytest.raises(ValueError, match=f"{name} is no pickle of plain containers"):
-            import_checkpoint.read_vocabulary(tmp_path / name)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 100 * len(data), name
-    with open(tmp_path / "v.bin", "wb") as f:
-        f.truncate(2**28 + 1)  # zeros that take no place on the disk
-    with pytest.raises(ValueError, match="v.bin has 268,435,457 bytes, more than 268,435,456: it is no vocabulary"):
-        import_checkpoint.read_vocabulary(tmp_path / "v.bin")
-
-
-@pytest.mark.parametrize("dtype, value", [("float16", np.inf), ("float32", np.nan), ("float64", -1e39)])
+@pytest.mark.parametrize("dtype, value", [("float32", np.nan), ("float64", -1e39)])
 def test_numbers_that_float32_does_not_hold_are_refused_and_their_arrays_named(dtype, value, here):
     bad = {"crit.cluster_bias": np.array([1, value], dtype), "crit.out_layers.0.bias": np.full(6, value, dtype)}
-    names = "array 'crit.cluster_bias', 'crit.out_layers.0.bias' holds NaN or infinite numbers"
     np.savez("model.npz", **STATE | bad)
+    names = "array 'crit.cluster_bias', 'crit.out_layers.0.bias' holds NaN or infinite numbers"
     not_imported("model.npz", names, "or larger ones than float32 can", **FILE)
-    put(WEIGHTS, safetensors(STATE | bad))(here)
-    not_imported("hf", names)
     assert not (here / "run").exists()
 
 
@@ -431,56 +336,22 @@ class Tensor(np.ndarray):  # what the importer asks of torch's
     numpy = lambda self: self.view(np.ndarray)
 
 
-def test_whole_numbers_are_no_weights_in_any_file(here, monkeypatch):
-    state = STATE | {"crit.cluster_bias": np.array([3, -4])}
-    np.savez("model.npz", **state)
-    words = "array 'crit.cluster_bias' is of int64, wanted floats"
-    not_imported("model.npz", words, **FILE)
-    tensors = {name: array.view(Tensor) for name, array in state.items()}
+def test_what_torch_loads_is_imported_and_whole_numbers_are_no_weights(here, monkeypatch):
+    tensors = {name: array.view(Tensor) for name, array in STATE.items()}
     torch = types.SimpleNamespace(load=lambda *_, **__: tensors, Tensor=Tensor)
     monkeypatch.setitem(sys.modules, "torch", torch)
     put("model.pt", b"PK")(here)
-    not_imported("model.pt", words, **FILE)
-    tensors["crit.cluster_bias"] = STATE["crit.cluster_bias"].astype(np.float64).view(Tensor)
     assert worst(imported("model.pt", **FILE).params, make_params(CFG)) == 0
-
-
-def change_run(change):
-    """Imports a run and changes its checkpoint's meta and arrays."""
-    imported("model.npz", **FILE)
-    meta, arrays = raw("run/best.npz")
-    change(meta, arrays)
-    write_raw("run/best.npz", meta, arrays)
+    tensors["crit.cluster_bias"] = np.array([3, -4]).view(Tensor)
+    not_imported("model.pt", "array 'crit.cluster_bias' is of int64, wanted floats", out="other", **FILE)
 
 
 def test_an_evaluation_of_broken_weights_ends_in_one_line_and_prints_no_nan(here):
-    change_run(lambda _, arrays: arrays["params/layers/b_1"].__setitem__((0, 2), np.nan))
+    imported("model.npz", **FILE)
+    meta, arrays = raw("run/best.npz")
+    arrays["params/layers/b_1"][0, 2] = np.nan
+    write_raw("run/best.npz", meta, arrays)
     put("text.txt", b"the w1 w2 w25\n w7 w8 w3 other w9\n" * 30)(here)
-    flags = dict(eval_only=True, run="run", data="text.txt", tgt_len=3, eval_batch=3, devices=1)
-    for more in (dict(json=True), dict(json=False), dict(mem_len="0,4")):
-        outcome = call(train.main, **flags, **more)
-        refused(outcome, "valid loss is nan with mem_len", "the weights are broken, use another checkpoint")
-        assert not outcome.out
-
-
-STRANGERS = {
-    "an array": (lambda _, arrays: arrays.update({f"params/{NASTY}": np.ones(2)}), sample.main, {}),
-    "a value of the config": (lambda meta, _: meta["config"].update(dtype=NASTY), sample.main, {}),
-    "a symbol": (lambda meta, _: meta["vocab"]["symbols"].append(NASTY), sample.main, {}),
-    "the data": (lambda meta, _: meta["run"]["flags"].update(data=NASTY), train.main, {"eval_only": True}),
-}
-
-
-@pytest.mark.parametrize("change, main, options", STRANGERS.values(), ids=STRANGERS.keys())
-def test_what_a_checkpoint_says_reaches_the_terminal_in_one_line_and_escaped(change, main, options, here):
-    change_run(change)
-    outcome = call(main, run="run", **options)
-    refused(outcome, *ESCAPED)
-    assert not flags.CONTROL.search(outcome.code + outcome.out + outcome.err)
-
-
-def test_the_sample_that_training_shows_is_escaped(here):
-    put("text.bin", TEXT[:3000])(here)
-    outcome = call(train.main, out="run", steps=1, **TINY | dict(data="text.bin", n_layer=1, eval_every=9))
-    assert outcome.code is None and "\\x1" in outcome.out  # 200 bytes are drawn from all 256
-    assert not flags.CONTROL.search(outcome.out + outcome.err)
+    outcome = call(train.main, eval_only=True, run="run", data="text.txt", tgt_len=3, eval_batch=3, devices=1)
+    refused(outcome, "valid loss is nan with mem_len", "the weights are broken, use another checkpoint")
+    assert not outcome.out

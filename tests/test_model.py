@@ -14,6 +14,7 @@ import optax
 import pytest
 from conftest import load_reference, make_ids, make_mems, make_params, part, worst
 from jax.extend.core import jaxprs_in_params
+from runs import fails
 
 import txl
 from data.import_checkpoint import convert
@@ -48,7 +49,6 @@ decode = jax.jit(txl.decode, static_argnames="cfg")
 init_cache = jax.jit(txl.init_cache, static_argnames=("cfg", "batch"))
 sinusoids = jax.jit(txl.sinusoidal_embedding, static_argnames="cfg")
 gradients = jax.jit(jax.value_and_grad(loss_and_all, has_aux=True), static_argnames="cfg")
-attention = jax.jit(txl.attention, static_argnames=("block", "window"))
 
 
 def in_segments(call, ids, cuts, state):
@@ -158,16 +158,13 @@ VARIANTS = {
     "as published": small(),
     "no memory": small(mem_len=0),
     "same_length, clamp_len, pre_norm, untie_r": small(
-        same_length=True, clamp_len=3, pre_norm=True, untie_r=True, tie_weight=False
-    ),
+        same_length=True, clamp_len=3, pre_norm=True, untie_r=True, tie_weight=False),
     "tables of each cluster": small(
-        cutoffs=(5, 13), div_val=2, d_embed=8, tie_projs=(True, False, True), mem_len=9, untie_r=True
-    ),
+        cutoffs=(5, 13), div_val=2, d_embed=8, tie_projs=(True, False, True), mem_len=9, untie_r=True),
     "one projected table": small(
-        cutoffs=(5, 13), d_embed=8, tie_projs=(False, True, False), tie_weight=False, same_length=True, mem_len=8
-    ),
+        cutoffs=(5, 13), d_embed=8, tie_projs=(False, True, False), tie_weight=False, same_length=True, mem_len=8),
     "clusters without projections": small(cutoffs=(9,), tie_projs=(True, True), clamp_len=2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
@@ -235,38 +232,10 @@ def test_a_query_is_reached_by_exactly_the_visible_keys_and_no_later_one(cfg):
     np.testing.assert_array_equal(influence(cfg, T, fill), want)
 
 
-def gather_attention(q_u, q_v, k, v, r, kv_start):
-    """Attention in float64 with every position looked up by its distance."""
-    out, S, M = np.zeros(q_u.shape), k.shape[2], k.shape[2] - q_u.shape[2]
-    for b, h, t in np.ndindex(q_u.shape[:3]):
-        seen = range(kv_start[b, t], t + M + 1)
-        if seen:
-            scores = [q_u[b, h, t] @ k[b, h, s] + q_v[b, h, t] @ r[h, S - 1 - (t + M - s)] for s in seen]
-            weights = np.exp(np.array(scores) - max(scores))
-            out[b, h, t] = weights @ v[b, h, list(seen)] / weights.sum()
-    return out
-
-
 def attention_inputs(T, M, kv_start, dtype=np.float32, seed=5):
     rng, (batch, H, K, S) = np.random.default_rng(seed), (len(kv_start), 3, 5, M + T)
     shapes = [(batch, H, T, K)] * 2 + [(batch, H, S, K)] * 2 + [(H, S, K)]
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-STARTS = {  # by the window that they keep to
-    None: np.stack([np.arange(7), np.full(7, 4), np.array([0, 3, 4, 5, 8, 2, 10])]).astype(np.int32),
-    5: np.maximum(np.arange(7), np.array([[3], [0]])).astype(np.int32),  # itself and 4 before it
-}
-
-
-@pytest.mark.parametrize("block, window", [(1, None), (3, None), (9, None), (None, None), (2, 5), (None, 5)])
-def test_attention_is_a_gather_by_distance_with_memory_and_any_block_and_window(block, window):
-    *args, r = attention_inputs(7, 4, STARTS[window])
-    longer = np.pad(r, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan)  # rows from S on may hold anything
-    want = gather_attention(*args, r, STARTS[window])
-    for positions in (r, longer):
-        out = attention(*args, positions, STARTS[window], block=block, window=window)
-        np.testing.assert_allclose(out, want, 0, 2e-6)
 
 
 @pytest.mark.parametrize("block", [2, None])
@@ -309,20 +278,12 @@ def test_what_stands_in_unwritten_memory_changes_no_bit():
 
 
 def test_memory_of_another_batch_or_config_is_refused_naming_both_sizes():
-    params, ids, good = make_params(SMALL), make_ids(SMALL, 3, T), make_mems(SMALL, 3)
-    cache = lambda rows, **options: jax.eval_shape(lambda p: txl.init_cache(p, small(**options), rows), params)
-    for call, state, found, want in (
-        (txl.forward, make_mems(SMALL, 1), "(2, 1, 4, 10)", "(2, 3, 4, 10)"),
-        (txl.forward, make_mems(small(mem_len=5), 3), "(2, 3, 5, 10)", "(2, 3, 4, 10)"),
-        (txl.forward, make_mems(small(n_layer=3), 3), "(3, 3, 4, 10)", "(2, 3, 4, 10)"),
-        (txl.forward, good._replace(fill=good.fill[:1]), "(1,)", "(2, 3, 4, 10)"),
-        (txl.forward_cached, cache(3, mem_len=5), "(9, 6, 5)", "2 of (9, 5, 5)"),
-        (txl.forward_cached, cache(1), "(3, 5, 5)", "2 of (9, 5, 5)"),
-        (txl.forward_cached, cache(3, n_layer=3), "3 layers", "2 of (9, 5, 5)"),
-    ):
-        with pytest.raises(ValueError) as e:
-            call(params, ids, state, SMALL)
-        assert found in str(e.value) and want in str(e.value) and "\n" not in str(e.value)
+    params, ids = make_params(SMALL), make_ids(SMALL, 3, T)
+    cache = jax.eval_shape(lambda p: txl.init_cache(p, SMALL, 1), params)
+    run = partial(txl.forward, params, ids, cfg=SMALL)
+    fails(lambda: run(make_mems(SMALL, 1)), "(2, 1, 4, 10)", "(2, 3, 4, 10)")
+    fails(lambda: run(make_mems(small(n_layer=3), 3)), "(3, 3, 4, 10)", "(2, 3, 4, 10)")
+    fails(lambda: txl.forward_cached(params, ids, cache, SMALL), "(3, 5, 5)", "2 of (9, 5, 5)")
 
 
 @pytest.mark.invariant
@@ -387,23 +348,6 @@ def test_options_for_memory_change_no_loss_gradient_or_memory_with_dropout_on():
         assert worst(got, want) < 1e-5, options  # sums of float32 in another order
 
 
-def kept_bytes(remat, n_layer=2):
-    """Bytes that the backward pass of the hidden states keeps from the forward pass, for 48 tokens."""
-    cfg = small(remat=remat, n_layer=n_layer, layer_rows=B)
-    mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, B)), jax.ShapeDtypeStruct((B, 48), jnp.int32)
-    pull = lambda params, ids, mems: jax.vjp(lambda p: txl.forward(p, ids, mems, cfg)[0], params)[1]
-    kept = jax.tree.leaves(jax.eval_shape(pull, txl.param_shapes(cfg), ids, mems))
-    return sum(a.size * a.dtype.itemsize for a in kept)
-
-
-def test_remat_keeps_less_for_the_backward_pass_and_with_full_no_more_than_the_inputs_of_layers():
-    none, dots, full = (kept_bytes(remat) for remat in txl.REMAT)
-    scores = 2 * B * 3 * 48 * (48 + 4) * 4  # of two layers
-    assert full < dots < full + scores < none
-    boundary, memory, weights = B * 48 * 10 * 4, B * 4 * 10 * 4, 4 * (5 * 150 + 2 * 140 + 14 + 50 + 30)
-    assert kept_bytes("full", 9) - full <= 7 * (boundary + memory + weights)
-
-
 def training_program(cfg, T):
     """The text of the loss and its gradients before XLA, from shapes alone."""
     mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, B)), jax.ShapeDtypeStruct((B, T), jnp.int32)
@@ -436,14 +380,14 @@ def test_the_backward_pass_computes_only_the_products_again_that_its_options_say
     assert long == once + 2 + 3  # and queries, keys with values, positions
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_chunked_attention_never_holds_the_scores_of_all_queries(remat):
+def test_chunked_attention_never_holds_the_scores_of_all_queries():
     T, S = 48, SMALL.mem_len + 48
     # Keys are up to 3 more in a block: two that pad T to whole blocks and the extra row of positions.
     keyed = lambda text: [math.prod(shape) for shape in shapes_in(text) if set(shape) & set(range(S, S + 4))]
     assert max(keyed(training_program(SMALL, T))) >= B * 3 * T * S  # the check sees them where they are
-    chunked = small(attention="chunked", attn_block=5, layer_rows=1, remat=remat)
-    assert max(keyed(training_program(chunked, T))) < 3 * T * S
+    for remat in ("none", "full"):
+        chunked = small(attention="chunked", attn_block=5, layer_rows=1, remat=remat)
+        assert max(keyed(training_program(chunked, T))) < 3 * T * S
 
 
 def test_the_program_does_not_grow_with_depth():
@@ -488,29 +432,25 @@ def test_dropout_belongs_to_the_row_and_not_to_its_place_in_the_batch():
     assert all(np.abs(same_everything[a] - same_everything[b]).max() > 1e-2 for a, b in pairs)
 
 
-def test_without_a_key_nothing_is_dropped_and_with_one_dropatt_drops_attention_and_no_units():
+def test_without_a_key_nothing_is_dropped():
     params, ids, mems = make_params(SMALL), make_ids(SMALL, B, T), make_mems(SMALL, B, fill=FILL)
-    plain, rates = np.asarray(forward(params, ids, mems, SMALL)[0]), small(dropout=0.3, dropatt=0.4)
+    plain, rates = forward(params, ids, mems, SMALL)[0], small(dropout=0.3, dropatt=0.4)
     assert worst(forward(params, ids, mems, rates)[0], plain) == 0
-    key = jax.random.split(jax.random.key(9), B)
-    by_weight = np.asarray(forward(params, ids, mems, small(dropatt=0.3), key=key)[0])
-    assert not (by_weight == 0).any() and np.abs(by_weight - plain).max() > 1e-2
+
+
+CHANCE = 0.3**2 + 0.7**2  # how often two masks of a rate of 0.3 agree
 
 
 def test_dropout_drops_its_rate_and_scales_the_others():
-    rate, shape, batch = 0.3, (40, 50), 5
-    key = jax.random.split(jax.random.key(10), batch)
-    cfg = small(dropout=rate)
-    drop = jax.jit(lambda key, number, place: txl.dropout(jnp.ones((batch, *shape)), key, number, place, cfg))
-    masks = np.stack([drop(key, layer, place) for layer in range(3) for place in range(4)])
-    assert set(np.unique(masks)) == {0, np.float32(1 / (1 - rate))}
-    kept = (masks != 0).reshape(len(masks) * batch, -1)
-    sigma = math.sqrt(rate * (1 - rate) / kept.size)
-    assert abs(kept.mean() - (1 - rate)) < 3 * sigma
+    key = jax.random.split(jax.random.key(10), 5)
+    drop = jax.jit(lambda key, layer, site: txl.dropout(jnp.ones((5, 40, 50)), key, layer, site, small(dropout=0.3)))
+    masks = np.stack([drop(key, layer, site) for layer in range(3) for site in range(4)])
+    assert set(np.unique(masks)) == {0, np.float32(1 / 0.7)}
+    kept = (masks != 0).reshape(60, -1)
+    assert abs(kept.mean() - 0.7) < 3 * math.sqrt(0.3 * 0.7 / kept.size)  # 3 sigma
     # Masks of rows, layers and places agree no more often than chance has it: 5 sigma, since there are 1,770 pairs.
-    chance = rate**2 + (1 - rate) ** 2
-    agree = np.array([(kept[a] == kept[b]).mean() for a in range(len(kept)) for b in range(a)])
-    assert np.abs(agree - chance).max() < 5 * math.sqrt(chance * (1 - chance) / kept.shape[1])
+    agree = np.array([(kept[a] == kept[b]).mean() for a in range(60) for b in range(a)])
+    assert np.abs(agree - CHANCE).max() < 5 * math.sqrt(CHANCE * (1 - CHANCE) / kept.shape[1])
 
 
 def test_dropout_falls_on_embeddings_both_sublayers_the_inner_units_and_the_output():
@@ -536,24 +476,22 @@ def test_dropout_falls_on_embeddings_both_sublayers_the_inner_units_and_the_outp
 
 
 def test_attention_dropout_drops_its_rate_by_head_query_and_key():
-    rate, (batch, H, T, S) = 0.3, (4, 3, 60, 60)
+    batch, H, T, S = 4, 3, 60, 60
     seeds = np.array([[55, 9], [55, 7], [3, 7], [3, 1 << 31]], np.uint32)  # neighbours share one of two words
-    nothing, values = np.zeros((batch, H, T, S), np.float32), np.eye(S, dtype=np.float32)
+    nothing, values = np.zeros((batch, H, T, S), np.float32), np.tile(np.eye(S, dtype=np.float32), (batch, H, 1, 1))
     run = jax.jit(lambda kv_start: txl.attention(
-        nothing, nothing, nothing, jnp.broadcast_to(values, (batch, H, S, S)), nothing[0], kv_start, block=13,
-        drop=(seeds, rate),
+        nothing, nothing, nothing, values, nothing[0], kv_start, block=13, drop=(seeds, 0.3)
     ))  # fmt: skip
     weights = np.asarray(run(np.zeros((batch, T), np.int32))) * np.arange(1, T + 1)[:, None]  # even: 1 or dropped
     seen = np.broadcast_to(np.tri(T, dtype=bool), weights.shape)
     assert (weights[~seen] == 0).all()
-    np.testing.assert_allclose(np.unique(weights[seen].round(4)), [0, round(1 / (1 - rate), 4)], 1e-4)
+    np.testing.assert_allclose(np.unique(weights[seen].round(4)), [0, round(1 / 0.7, 4)], 1e-4)
     kept = weights != 0
-    assert abs(kept[seen].mean() - (1 - rate)) < 3 * math.sqrt(rate * (1 - rate) / seen.sum())
-    chance = rate**2 + (1 - rate) ** 2
+    assert abs(kept[seen].mean() - 0.7) < 3 * math.sqrt(0.3 * 0.7 / seen.sum())
     last = kept[:, :, T // 2 :, : T // 2]  # queries that all see these keys
     for axis in (0, 1, 2, 3):  # neighbours along each axis agree by chance
         one, other = (np.take(last, range(i, last.shape[axis] - 1 + i), axis) for i in (0, 1))
-        assert abs((one == other).mean() - chance) < 5 * math.sqrt(chance * (1 - chance) / one.size)
+        assert abs((one == other).mean() - CHANCE) < 5 * math.sqrt(CHANCE * (1 - CHANCE) / one.size)
 
 
 # precision
@@ -583,14 +521,6 @@ def test_bfloat16_computes_and_remembers_in_bfloat16_and_keeps_losses_and_master
     np.testing.assert_allclose(np.asarray(mems.h, np.float32), want_mems.h, 0, 10 / 256 * np.abs(want_mems.h).max())
 
 
-def test_in_bfloat16_the_statistics_of_layer_norm_are_float32():
-    x = (100 + np.random.default_rng(12).standard_normal((4, 64))).astype(jnp.bfloat16)  # large against their spread
-    one, zero = np.ones(64, np.float32), np.zeros(64, np.float32)
-    want = np.stack([numpy_model.layer_norm(row, one, zero) for row in x.astype(np.float64)])
-    got = np.asarray(jax.jit(txl.layer_norm)(x, one, zero)).astype(np.float64)
-    np.testing.assert_allclose(got, want, 1 / 256, 1e-5)
-
-
 def test_products_of_bfloat16_that_give_scores_values_and_logits_are_float32():
     """Read from the program before XLA, since a CPU computes such products wider than it is asked to."""
     cfg = small(dtype="bfloat16")
@@ -611,18 +541,16 @@ def test_products_of_bfloat16_that_give_scores_values_and_logits_are_float32():
 def test_initial_parameters_are_normal_with_deviation_0_02_and_an_untrained_model_loses_about_ln_v():
     cfg = small(n_token=500, d_inner=90, d_embed=8)
     params, ids = jax.jit(txl.init_params, static_argnums=1)(jax.random.key(14), cfg), make_ids(cfg, B, 31)
-    flat = {name: np.asarray(a) for name, a in (params | params["layers"]).items() if name != "layers"}
-    assert {name for name, a in flat.items() if (a == 1).all()} == {"ln1_scale", "ln2_scale"}
-    zeros = {"b_1", "b_2", "ln1_bias", "ln2_bias", "out_bias_0"}
-    assert {name for name, a in flat.items() if (a == 0).all()} == zeros
-    drawn = {name: a.ravel() for name, a in flat.items() if name not in zeros and "scale" not in name}
+    flat = {name: np.asarray(a).ravel() for name, a in (params | params["layers"]).items() if name != "layers"}
+    constant = {"ln1_scale": 1, "ln2_scale": 1} | dict.fromkeys(["b_1", "b_2", "ln1_bias", "ln2_bias", "out_bias_0"], 0)
+    assert {name: a[0] for name, a in flat.items() if (a == a[0]).all()} == constant
+    drawn = {name: a for name, a in flat.items() if name not in constant}
     for name, a in drawn.items():
         assert abs(a.std() / 0.02 - 1) < 4 / math.sqrt(2 * a.size), name  # 4 sigma of a deviation
     assert len({a[0] for a in drawn.values()}) == len(drawn)  # each array has a key of its own
-    losses, _ = token_losses(params, ids[:, :-1], ids[:, 1:], make_mems(cfg, B), cfg)
-    assert abs(np.mean(losses) - math.log(500)) < 0.05
-    copies, _ = token_losses(params, ids[:, :-1], ids[:, :-1], make_mems(cfg, B), cfg)
-    assert np.mean(copies) > 4  # and it does not know its input
+    for targets, least, most in ((ids[:, 1:], math.log(500) - 0.05, math.log(500) + 0.05), (ids[:, :-1], 4, 7)):
+        nats = np.mean(token_losses(params, ids[:, :-1], targets, make_mems(cfg, B), cfg)[0])
+        assert least < nats < most  # and it does not know its input
 
 
 @pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
@@ -637,32 +565,22 @@ def test_the_number_of_parameters_is_that_of_the_paper_s_layers():
 
 
 IMPOSSIBLE = [
-    *[(name, 0) for name in ("n_token", "n_layer", "d_model", "d_head", "d_inner", "clamp_len", "attn_block")],
-    *[(name, -1) for name in ("n_head", "d_embed", "mem_len", "layer_rows", "loss_chunk")],
-    *[("n_layer", value) for value in (2.0, True, "2", None)],
-    *[("dropout", value) for value in (1.0, 1, -0.1, math.nan, math.inf, "0.1", True)],
-    *[("cutoffs", value) for value in ((9, 5), (5, 5), (0, 5), (23,), (5.0,), (True,), "5", 5, (-3,))],
-    *[("tie_projs", value) for value in ((True, True), True, (2,), ("1",), ([],))],
-    ("d_model", 7), ("clamp_len", -2), ("dropatt", 1.5), ("same_length", 1), ("pre_norm", "yes"), ("tie_weight", None),
-    ("dtype", "float16"), ("dtype", np.float32), ("remat", "some"), ("attention", "flash"), ("reset_on", 23),
-    ("div_val", 0), ("div_val", 4),  # 4 leaves the last cluster no width
+    ("n_layer", 0), ("n_layer", 2.0), ("n_layer", True), ("n_head", -1), ("mem_len", -1), ("d_model", 7),
+    ("dropout", 1), ("dropout", math.nan), ("dropout", "0.1"), ("cutoffs", (9, 5)), ("cutoffs", (23,)), ("cutoffs", 5),
+    ("tie_projs", (True, True)), ("clamp_len", -2), ("same_length", 1), ("dtype", "float16"), ("remat", "some"),
+    ("reset_on", 23), ("div_val", 4),  # 4 leaves the last cluster no width
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("field, value", IMPOSSIBLE, ids=[f"{f}={v!r}" for f, v in IMPOSSIBLE])
 def test_an_impossible_value_is_refused_in_one_line_that_names_its_field(field, value):
-    with pytest.raises(ValueError) as e:
-        small(**{"cutoffs": (5, 9), field: value})
-    assert str(e.value).startswith(f"{field}=") and "\n" not in str(e.value)
+    fails(lambda: small(**{"cutoffs": (5, 9), field: value}), f"{field}=")
 
 
 @pytest.mark.parametrize("cfg", [txl.Config(), *VARIANTS.values(), small(dropout=0, dtype="bfloat16")])
 def test_a_config_is_hashable_and_survives_json(cfg):
     again = txl.Config(**json.loads(json.dumps(dataclasses.asdict(cfg))))
-    assert again == cfg and hash(again) == hash(cfg) and {again: 1}[cfg] == 1
-    assert type(again.dropout) is float
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        cfg.n_layer = 3
+    assert again == cfg and hash(again) == hash(cfg) and type(again.dropout) is float
 
 
 # the cache
@@ -692,20 +610,17 @@ def test_a_cache_gives_the_logits_of_forward_at_any_cut(cfg):
 
 def test_a_cache_is_a_donated_carry_without_shared_buffers():
     cfg, params = SMALL, make_params(SMALL)
-    for cache in (init_cache(params, cfg, 3), txl.init_cache(jax.device_put(params), cfg, 3)):
-        places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(cache)]
-        assert len(set(places)) == len(places)
+    cache = txl.init_cache(jax.device_put(params), cfg, 3)
+    places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(cache)]
+    assert len(set(places)) == len(places)
     step = jax.jit(txl.decode, static_argnames="cfg", donate_argnums=2)
     text = step.lower(params, np.zeros((3, 1), np.int32), cache, cfg).compile().as_text()
     assert text.count("may-alias") + text.count("must-alias") >= len(jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("options, T", [(dict(dropatt=0.1), 38_000), (dict(dropout=0.1, d_inner=2**20), 2**13)])
-def test_dropout_of_more_entries_than_its_counter_has_numbers_is_refused(options, T):
-    cfg = small(**options)
-    mems = jax.eval_shape(lambda: txl.init_mems(cfg, 1))
-    shapes = txl.param_shapes(cfg), jax.ShapeDtypeStruct((1, T), jnp.int32), mems
-    run = lambda key: jax.eval_shape(lambda *args: txl.forward(*args, cfg, key=key)[0], *shapes).shape
-    assert run(None) == (1, T, cfg.d_model)
+def test_dropout_of_more_entries_than_its_counter_has_numbers_is_refused():
+    cfg = small(dropatt=0.1)
+    mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, 1)), jax.ShapeDtypeStruct((1, 38_000), jnp.int32)
+    key = jax.random.split(jax.random.key(0), 1)
     with pytest.raises(ValueError, match="entries of a row in 32 bits"):
-        run(jax.random.split(jax.random.key(0), 1))
+        jax.eval_shape(lambda *args: txl.forward(*args, cfg, key=key), txl.param_shapes(cfg), ids, mems)

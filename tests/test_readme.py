@@ -19,14 +19,15 @@ import txl
 from data import import_checkpoint, prepare
 from data.corpora import CORPORA, FOLDER
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = [block.replace("\\\n", " ").splitlines() for block in re.findall(r"^```.*?\n(.*?)^```$", README, re.M | re.S)]
 LINES = [line for block in BLOCKS for line in block]
 MAINS = {"python train.py": train.main, "python sample.py": sample.main, "python -m data.prepare": prepare.main}
 MAINS |= {"python -m data.import_checkpoint": import_checkpoint.main}
-RECIPES = sorted(ROOT.glob("tools/recipes/*.sh"), reverse=True)
-ONE_EACH = {path.stem.removesuffix("-large").removesuffix("-base"): path for path in RECIPES}  # of a corpus: the base
+RECIPES = sorted(ROOT.glob("tools/recipes/*.sh"))
+KINDS = [ROOT / "tools" / "recipes" / f"{name}.sh" for name in ("enwik8-base", "wikitext-103-base")]  # bytes and words
 SIZES = dict(n_layer=1, n_head=2, d_model=8, d_head=3, d_inner=12, mem_len=5, tgt_len=16, batch=2, devices=1)
 
 
@@ -40,7 +41,7 @@ def small(words):
         return dict(n_tokens=5)
     if words[1] != "train.py":
         return {}
-    quick = dict(eval_batch=256, schedule="constant")  # the built-in corpus is evaluated whole; runs share a program
+    quick = dict(eval_batch=64, schedule="constant")  # runs share a program
     quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
     if "--eval_only" in words:  # the model's sizes are the checkpoint's
         return quick | dict(devices=1, mem_len=7, tgt_len=16) | (dict(clamp_len=3) if "--clamp_len" in words else {})
@@ -104,12 +105,13 @@ def run(command, monkeypatch):
 
 def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "builtin_text", lambda: TEXT)  # which is evaluated whole
     published(tmp_path / "transfo-xl-wt103")
     ran = [run(command, monkeypatch) for command in commands(LINES)]
     assert len(ran) > 6 and set(ran) == {None, *MAINS.values()}
 
 
-@pytest.mark.parametrize("recipe", ONE_EACH.values(), ids=ONE_EACH.keys())
+@pytest.mark.parametrize("recipe", KINDS, ids=lambda path: path.stem)
 def test_a_recipe_prepares_trains_and_evaluates(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = recipe.read_text(encoding="utf-8").replace("\\\n", " ")

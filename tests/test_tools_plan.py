@@ -9,9 +9,8 @@ import subprocess
 import sys
 
 import jax
-import optax
 import pytest
-from runs import TINY, argv, call
+from runs import TINY, argv, call, refused
 
 import train
 import txl
@@ -52,40 +51,26 @@ def test_candidates_start_with_the_flags_go_on_to_thrifty_ones_and_are_at_most_1
     assert any(run.batch_chunk == 22 for _, run in found)
 
 
-def test_recomputed_arithmetic_grows_from_none_over_dots_to_full():
-    of = lambda **changes: plan.recompute(dataclasses.replace(SMALL, **changes), RUN)
-    assert of(remat="none", attention="dense") == 1 < of(remat="dots", attention="dense")
-    assert of(remat="dots", attention="dense") < of(remat="full", attention="dense") < 4 / 3 + 1e-9
-    assert of(remat="full", attention="dense") < of(remat="full", attention="chunked", attn_block=16) < 5 / 3
-
-
 def test_a_budget_takes_the_first_setting_that_fits_or_names_the_least_need(text, tmp_path, monkeypatch):
     thrifty = lambda cfg, run, rows: [(cfg, run), (dataclasses.replace(cfg, **FULL), run)]
     monkeypatch.setattr(plan, "candidates", thrifty)
-    needs = {"dots": 9, "full": 5, "evaluation": 1}
-    measure = lambda cfg, run: {**KINDS, "total_mib": needs[cfg.remat], "evaluation_mib": needs["evaluation"]}
+    needs = {"dots": 9, "full": 5}
+    measure = lambda cfg, run: {**KINDS, "total_mib": needs[cfg.remat], "evaluation_mib": 1}
     monkeypatch.setattr(train, "measure_memory", lambda layout: measure)
     flags = TINY | {"steps": 1, "json": True}
     outcome = call(train.main, data=text, out=tmp_path / "run", memory_budget="6MiB", **flags)
-    assert outcome.code is None and "* remat=full" in outcome.err and "* what is taken\n" in outcome.err
+    assert outcome.code is None and "* remat=full" in outcome.err
     head = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
-    assert head["config"]["remat"] == "full" and head["plan"]["total_mib"] > 0 and "the step's plan" in outcome.err
-    outcome = call(train.main, data=text, out=tmp_path / "none", memory_budget="4MiB", **flags)
-    assert "5 MiB is the least" in outcome.code and "--remat full" in outcome.code and "\n" not in outcome.code
-    assert "--eval_batch" not in outcome.code and not (tmp_path / "none").exists()
+    assert head["config"]["remat"] == "full" and head["plan"]["total_mib"] > 0
+    refused(call(train.main, data=text, memory_budget="4MiB", **flags), "5 MiB is the least", "--remat full")
     asked, run = dataclasses.replace(SMALL, remat="full"), dataclasses.replace(RUN, memory_budget="6MiB")
-    cfg, _, words = plan.fit_budget(asked, run, 4, measure)  # what was asked for stays if it fits
-    assert cfg == asked and "remat=full" in words
-    run = dataclasses.replace(RUN, memory_budget="4MiB")
-    for needs["evaluation"], shown in ((5.04, "5.04 MiB"), (1234.2, "1,235 MiB")):
-        with pytest.raises(ValueError, match=f": {shown} is the least, .*; lower --eval_batch, --batch"):
-            plan.fit_budget(SMALL, run, 4, measure)
+    assert plan.fit_budget(asked, run, 4, measure)[0] == asked  # what was asked for stays if it fits
 
 
 def test_a_budget_is_an_amount_or_a_share_of_the_device():
     assert plan.budget_bytes("6GiB") == 6 * 2**30 and plan.budget_bytes("1.5MB") == 1.5e6
     assert plan.budget_bytes("50%") == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2)
-    for bad in ("6", "GiB", "-1GiB", "0%", "101%", "nan%", "6GiB 2"):
+    for bad in ("6", "-1GiB", "101%"):
         with pytest.raises(ValueError, match="memory_budget"):
             plan.budget_bytes(bad)
 
@@ -94,19 +79,16 @@ def test_allocator_flags_are_set_as_jax_reads_them_before_any_backend_starts(tex
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     code = f"""
 import os, sys, train
-train.set_allocator({{}})
-print(*map(os.environ.get, {names}))
 try:
     train.main(sys.argv[1:])
 except SystemExit:  # no such platform: whatever first asks for a device ends it
     print(*map(os.environ.get, {names}))
 """
     command = [sys.executable, "-c", code, *argv(data=text, mem_fraction=0.4, preallocate=False, **TINY)]
-    env = {name: value for name, value in os.environ.items() if name not in names}
-    env |= {"JAX_PLATFORMS": "none_such", "PYTHONPATH": os.path.dirname(train.__file__)}
-    env[names[2]] = "0.3"  # jaxlib refuses both names of the share at once
+    env = os.environ | {"JAX_PLATFORMS": "none_such", "PYTHONPATH": os.path.dirname(train.__file__)}
+    env |= {names[2]: "0.3"}  # jaxlib refuses both names of the share at once
     found = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert found.stdout == "None None 0.3\n0.4 false None\n", found
+    assert found.stdout == "0.4 false None\n", found
 
 
 def test_running_out_of_memory_ends_with_the_plan_the_largest_arrays_and_the_flags_to_turn(text, tmp_path, monkeypatch):
@@ -146,27 +128,7 @@ def test_evaluation_has_one_copy_of_the_parameters():
     assert size < total < 1.15 * size  # 1.06, of which logits 0.06
 
 
-def test_state_that_a_step_does_not_update_in_place_is_named(monkeypatch, capsys):
-    axes = (train.Layout(1).axes, 0, 0, None)
-    forgets = lambda state, *_: (state._replace(params={**state.params, "u": state.params["u"][:1]}), 0)
-    step = jax.pmap(forgets, "device", in_axes=axes, out_axes=(axes[0], None), donate_argnums=0)
-    monkeypatch.setattr(train, "make_train_step", lambda *_: step)
-    with pytest.warns(UserWarning, match="donated buffers were not usable"):
-        compiled(SMALL)
-    assert re.search(r"0.00 MiB of state are not updated in place.*: \S+/[uv]$", capsys.readouterr().err)
-
-
-def test_an_optimizer_whose_moments_are_not_like_the_parameters_is_not_sharded(monkeypatch):
-    monkeypatch.setattr(train, "make_optimizer", lambda run, layout: optax.adafactor(1e-2))
-    with pytest.raises(ValueError, match="this optimizer keeps .* give --shard none"):
-        train.make_layout(SMALL, dataclasses.replace(RUN, shard="opt"), 2)
-
-
-def test_the_plan_keeps_pallas_where_it_is_asked_for_and_knows_what_it_recomputes():
-    cfg, run = txl.Config(attention="pallas"), train.TrainConfig()
-    found = {setting.attention for setting, _ in plan.candidates(cfg, run, 4)}
-    assert found == {"pallas"}
-    assert "pallas" not in {setting.attention for setting, _ in plan.candidates(txl.Config(), run, 4)}
-    assert (
-        plan.recompute(cfg, run) > plan.recompute(dataclasses.replace(cfg, attention="dense", remat="none"), run) == 1
-    )
+def test_the_plan_has_pallas_only_where_it_is_asked_for():
+    for cfg in (txl.Config(attention="pallas"), txl.Config()):
+        found = {setting.attention for setting, _ in plan.candidates(cfg, train.TrainConfig(), 4)}
+        assert ("pallas" in found) == (found == {"pallas"}) == (cfg.attention == "pallas")

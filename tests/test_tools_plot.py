@@ -2,13 +2,10 @@
 
 import importlib.util
 
-import numpy as np
 import pytest
-from conftest import make_params
-from runs import BYTE, TEXT, TINY, call, save_model
+from runs import TINY, call
 
 import train
-import txl
 from tools import plot
 
 DRAWS = importlib.util.find_spec("matplotlib") is not None
@@ -35,22 +32,3 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(run, monkeypatch):
 
     monkeypatch.setattr(plot, "new_figure", broken)
     assert train.draw("plot_runs", [run[0]], run[0] / "loss.png") == "no picture: no backend"
-
-
-def test_memory_lengths_are_drawn_and_shown_as_bars(tmp_path):
-    entries = [{"mem_len": n, "bpb": bpb, "split": "valid"} for n, bpb in ((0, 2.0), (9, 1.5), (30, 1.25))]
-    lines = plot.mem_len_bars(entries).splitlines()[1:4]
-    plot.plot_mem_lens(entries, tmp_path / "x.png")
-    assert [line.split()[:2] for line in lines] == [["0", "2.0000"], ["9", "1.5000"], ["30", "1.2500"]]
-    assert [line.count("#") for line in lines] == [50, 38, 31] and (tmp_path / "x.png").exists() == DRAWS
-
-
-def test_the_looks_of_broken_weights_are_an_error_and_no_nan_is_printed(tmp_path, capsys):
-    cfg = txl.Config(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
-    params = make_params(cfg)
-    params["layers"]["w_q"][0, 1, 1, 2] = np.nan
-    save_model(tmp_path / "run", cfg, params, BYTE)
-    (tmp_path / "text.txt").write_bytes(TEXT)
-    with pytest.raises(ValueError, match="attention is not finite: the weights are broken"):
-        plot.looks(tmp_path / "run", tmp_path / "text.txt", tmp_path / "looks.png")
-    assert not capsys.readouterr().out
