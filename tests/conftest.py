@@ -5,12 +5,14 @@ import functools
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4"
 if version("jax").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # compiles 3 times as fast; later versions have one emitter only
