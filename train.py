@@ -72,7 +72,7 @@ class TrainConfig:
     lr: float = 5e-3  # peak learning rate; adam and adamw want less than muon: about 2e-3
     lr_min: float = 0.0  # linear, cosine: where the learning rate ends, as a share of the peak
     warmup: int = 50  # steps from 0 to the peak
-    schedule: str = "linear"  # from the peak: linear, cosine, inv_sqrt or constant
+    schedule: str = "linear"  # after the warm-up: linear or cosine (to lr_min), inv_sqrt or constant
     beta2: float = 0.99  # Adam's second decay rate
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient

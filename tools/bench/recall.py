@@ -28,8 +28,8 @@ ALIVE = 3  # facts that are stated and not yet asked for
 NEAREST, FARTHEST = 8, 4096  # words between a fact and the answer, in what is measured
 EDGES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4097)
 MEMORY = 64
-FLAGS = dict(n_layer=3, n_head=4, d_model=96, d_head=24, d_inner=192, tgt_len=128, batch=16, steps=450, lr=1e-2)
-FLAGS |= dict(schedule="cosine")
+FLAGS = dict(n_layer=3, n_head=4, d_model=96, d_head=24, d_inner=192, tgt_len=128, batch=16, steps=450)
+FLAGS |= dict(lr=1e-2, schedule="cosine")  # with which its figures were measured
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=8, d_inner=16, tgt_len=8, batch=2, steps=4)
 
 
