@@ -73,6 +73,7 @@ class TrainConfig:
     lr_min: float = 0.0  # linear, cosine: where the learning rate ends, as a share of the peak
     warmup: int = 50  # steps from 0 to the peak
     schedule: str = "linear"  # after the warm-up: linear or cosine (to lr_min), inv_sqrt or constant
+    momentum: float = 0.95  # Muon's; 0.8 to 0.9 is better in runs of few steps
     beta2: float = 0.99  # Adam's second decay rate
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient
@@ -106,12 +107,13 @@ class TrainConfig:
     profile: str = ""  # folder to leave a trace of a few steps and a memory profile in
 
     def __post_init__(self):
-        txl.check_fields(self, zero=("seed", "weight_decay", "warmup", "mem_reset"))
+        txl.check_fields(self, zero=("seed", "momentum", "weight_decay", "warmup", "mem_reset"))
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(known)}")
-        if self.beta2 >= 1:
-            raise ValueError(f"beta2={self.beta2} is out of range: give less than 1")
+        for name in ("momentum", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give less than 1")
         for name in ("lr_min", "mem_fraction", "mem_reset"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give at most 1")
@@ -345,7 +347,8 @@ def make_optimizer(run, layout):
     lr, clip = make_schedule(run), layout.clip_by_global_norm(run.clip)
     if run.optimizer == "muon":
         # consistent_rms: updates of a matrix are as large as Adam's, so that one learning rate serves both.
-        options = dict(weight_decay=run.weight_decay, consistent_rms=0.2, adam_b2=run.beta2, ns_coeffs=NS_COEFFS)
+        options = dict(beta=run.momentum, weight_decay=run.weight_decay, consistent_rms=0.2)
+        options |= dict(adam_b2=run.beta2, ns_coeffs=NS_COEFFS)
         muon = layout.muon(lr, **options, muon_weight_dimension_numbers=muon_dimension_numbers)
         return optax.chain(clip, muon)
     decay = optax.identity()

@@ -28,7 +28,7 @@ CFG = txl.Config(**SIZES, dropout=0.2, dropatt=0.1, attention="dense")
 FULL = replace(CFG, remat="full", attention="chunked", attn_block=4, layer_rows=1)
 SIZES = dict(batch=8, tgt_len=9, steps=10, warmup=2, clip=0.25, mem_reset=0.1)
 ADAMW = train.TrainConfig(**SIZES, optimizer="adamw", lr=2e-3)
-MUON = train.TrainConfig(**SIZES, optimizer="muon", lr=1e-2)
+MUON = train.TrainConfig(**SIZES, optimizer="muon", lr=1e-2, momentum=0.8)
 SHARDED = {kind: replace(ADAMW, shard=kind) for kind in ("none", "opt", "params")}
 IN_PAIRS = replace(MUON, shard="params", shard_group=2, batch_chunk=2)
 

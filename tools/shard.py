@@ -239,7 +239,7 @@ def map_layers(f, x, shape, group):
     return lax.map(turn, turns).reshape(-1, x.shape[1])[: len(x)]
 
 
-def nesterov_momentum(ns_coeffs, beta=0.95):
+def nesterov_momentum(beta, ns_coeffs):
     """Nesterov's momentum as in optax.contrib.scale_by_muon, in its state."""
 
     def update(updates, state, params=None):
@@ -252,7 +252,7 @@ def nesterov_momentum(ns_coeffs, beta=0.95):
     return optax.GradientTransformation(optax.contrib.scale_by_muon(ns_coeffs).init, update)
 
 
-def muon(lr, weight_decay, consistent_rms, adam_b2, ns_coeffs, muon_weight_dimension_numbers, *, like, group):
+def muon(lr, beta, weight_decay, consistent_rms, adam_b2, ns_coeffs, muon_weight_dimension_numbers, *, like, group):
     """optax.contrib.muon of shards of leaves like those of `like`: each step of it by itself.
 
     Only what makes the momentum of a layer orthogonal needs whole matrices: layers are dealt out to the devices.
@@ -277,7 +277,7 @@ def muon(lr, weight_decay, consistent_rms, adam_b2, ns_coeffs, muon_weight_dimen
     directions = optax.stateless(lambda updates, _: jax.tree.map_with_path(orthogonal, updates))
     decay, rate = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(lr)
     adam = optax.adamw(lr, 0.9, adam_b2, weight_decay=0.0, nesterov=True)
-    matrices = optax.chain(nesterov_momentum(ns_coeffs), directions, decay, rate)
+    matrices = optax.chain(nesterov_momentum(beta, ns_coeffs), directions, decay, rate)
     return optax.partition({"muon": matrices, "adam": adam}, labels)
 
 

@@ -40,7 +40,7 @@ GPT = dict(n_layer=4, n_head=4, d_model=128, context=WINDOW, batch=12, warmup=10
 # "run" those of train.TrainConfig. Without memory a segment is as long as a window, with as many tokens in a step.
 MODELS = {
     "gpt": {"steps": 2000, **GPT},  # the clock
-    "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 8e-3},
+    "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 8e-3, "momentum": 0.9},
     "ours": {"steps": 600, **SIZES, "run": RUN},
     "ours_no_memory": {"steps": 820, **SIZES, "mem_len": 0, "run": {**RUN, "tgt_len": 64, "batch": 16}},
     "ours_adamw": {"steps": 740, **SIZES, "run": {**RUN, "optimizer": "adamw", "lr": 4e-3}},
@@ -211,7 +211,7 @@ def gpt_optimizers(torch, params, gpt):
     ]
     optimizers = [torch.optim.AdamW(groups, lr=gpt["lr"], betas=gpt["betas"])]
     if muon:
-        optimizers.append(torch.optim.Muon(muon, gpt["lr"], weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(torch.optim.Muon(muon, gpt["lr"], decay, gpt["momentum"], adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
