@@ -41,10 +41,10 @@ GPT = dict(n_layer=4, n_head=4, d_model=128, context=WINDOW, batch=12, warmup=10
 MODELS = {
     "gpt": {"steps": 2000, **GPT},  # the clock
     "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 8e-3, "momentum": 0.9},
-    "ours": {"steps": 1000, **SIZES, "run": RUN},
-    "ours_fifth": {"steps": 290, **SIZES, "n_layer": 2, "run": {**RUN, "lr": 0.02}},  # a fifth of that time
-    "ours_no_memory": {"steps": 1000, **SIZES, "mem_len": 0, "run": {**RUN, "tgt_len": 64, "batch": 16}},
-    "ours_adamw": {"steps": 1200, **SIZES, "run": {**RUN, "optimizer": "adamw", "lr": 4e-3}},
+    "ours": {"steps": 900, **SIZES, "run": RUN},
+    "ours_fifth": {"steps": 250, **SIZES, "n_layer": 2, "run": {**RUN, "lr": 0.02}},  # a fifth of that time
+    "ours_no_memory": {"steps": 900, **SIZES, "mem_len": 0, "run": {**RUN, "tgt_len": 64, "batch": 16}},
+    "ours_adamw": {"steps": 1000, **SIZES, "run": {**RUN, "optimizer": "adamw", "lr": 4e-3}},
 }
 CLOCK = "gpt"
 LABELS = {
