@@ -1,7 +1,6 @@
 """Set before jax is imported: a quick compiler, four CPU devices, a cache. And what many tests start from."""
 
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -27,6 +26,7 @@ import pytest  # noqa: E402
 
 import txl  # noqa: E402
 
+SHARED = {}  # what `shared_steps` made
 SECOND = ("import", "kernels", "model", "recall", "sample")
 SECOND += ("tools_hacks", "tools_plan", "tools_profile", "tools_score")
 collect_ignore_glob = [] if (Path(__file__).parents[1] / "tools").exists() else ["test_tools_*.py", "test_readme.py"]
@@ -68,6 +68,7 @@ def few_maps():
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+        SHARED.clear()
         jax.clear_caches()
         gc.collect()
 
@@ -91,21 +92,40 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared_steps():
-    """Runs of one module that need the same step of training, or of evaluation, make it once."""
+    """Runs that need the same step of training, of evaluation, or the same fresh state make it once."""
     import train
 
-    made, compile_step = {}, train.compile_train_step
-    no_part_of_it = (*train.ONE_CALL, "data", "eval_every", "log_every")
+    no_part_of_it = {*train.ONE_CALL, "data", "tokenizer"}
+    no_part_of_it |= {"eval_every", "eval_tokens", "eval_batch", "log_every"}
+    originals = train.compile_train_step, train.make_eval_step, train.fresh_state
+
+    def once(make, *key):
+        if key not in SHARED:
+            SHARED[key] = make()
+        return SHARED[key]
+
+    def decides(run):
+        """The flags that a step of training depends on."""
+        own = no_part_of_it | ({"steps"} if run.schedule in ("inv_sqrt", "constant") else set())
+        return tuple(item for item in dataclasses.asdict(run).items() if item[0] not in own)
 
     def compile_once(cfg, run, layout):
-        flags = tuple(item for item in dataclasses.asdict(run).items() if item[0] not in no_part_of_it)
-        key = cfg, flags, layout
-        made[key] = made.get(key) or compile_step(cfg, run, layout)
-        return made[key]
+        return once(lambda: originals[0](cfg, run, layout), "step", cfg, decides(run), layout)
+
+    def make_eval_once(cfg):
+        return once(lambda: originals[1](cfg), "evaluation", cfg)
+
+    def fresh_once(cfg, run, layout, params):
+        make = lambda: originals[2](cfg, run, layout, params)
+        if params is not None or layout != train.Layout(layout.n_devices):
+            return make()
+        state = once(lambda: train.to_host(make(), layout), "state", cfg, decides(run), layout)
+        return train.to_devices(state, layout)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "compile_train_step", compile_once)
-        patch.setattr(train, "make_eval_step", functools.cache(train.make_eval_step))
+        patch.setattr(train, "make_eval_step", make_eval_once)
+        patch.setattr(train, "fresh_state", fresh_once)
         yield
 
 

@@ -23,6 +23,7 @@ from data.corpora import CORPORA, File
 
 TINY = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9, tgt_len=8, batch=4, warmup=3, devices=1)
 TINY |= dict(optimizer="adamw", lr=2e-3, clip=0.25, schedule="inv_sqrt")  # the step does not depend on --steps
+TINY |= dict(remat="none", attention="dense")  # which compiles faster than the defaults
 TINY |= dict(eval_tokens=100, eval_batch=3, log_every=1)
 NOISY = TINY | dict(dropout=0.1, dropatt=0.1, mem_reset=0.1, skip_nonfinite=2, json=True)
 WORDS = np.array(["alpha ", "be ", "gamma\n", "d, ", "epsilon. ", "Z"])

@@ -13,16 +13,14 @@ import numpy_model
 import optax
 import pytest
 from conftest import load_reference, make_ids, make_mems, make_params, part, worst
-from jax.extend.core import jaxprs_in_params
 from runs import fails
 
 import txl
 from data.import_checkpoint import convert
 
 # Sizes differ pairwise: L 2, H 3, M 4, K 5, B 6, T 7, D 10, S 11, F 14, V 23.
-SMALL = txl.Config(
-    n_token=23, n_layer=2, n_head=3, d_model=10, d_head=5, d_inner=14, d_embed=10, mem_len=4, attention="dense"
-)
+SMALL = txl.Config(n_token=23, n_layer=2, n_head=3, d_model=10, d_head=5, d_inner=14, d_embed=10, mem_len=4)
+SMALL = dataclasses.replace(SMALL, attention="dense", remat="none")  # which compile fastest
 B, T = 6, 7
 FILL = [0, 1, 2, 3, 4, 2]
 
@@ -102,10 +100,11 @@ def check_reference(name, tolerance, with_gradients, dtype, **options):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_memories_and_gradients_are_the_originals_in_float64(name, x64):
-    check_reference(name, 1e-7, True, "float64", attention="dense")  # the original rounded masked scores to float32
+    plain = dict(attention="dense", remat="none")
+    check_reference(name, 1e-7, True, "float64", **plain)  # the original rounded masked scores to float32
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:5])
 def test_losses_and_memories_are_the_originals_in_float32_with_every_saving_on_and_the_gradients_of_one(name):
     check_reference(name, 1e-5, name == "clamp_same_length", "float32", **SAVING)
 
@@ -359,27 +358,6 @@ def shapes_in(text):
     return {tuple(map(int, shape.split(","))) for shape in re.findall(r"\[(\d+(?:,\d+)+)\]", text)}
 
 
-def count_products(jaxpr):
-    """Matrix products of a program, those of a loop once."""
-    inner = [count_products(sub) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
-    return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns) + sum(inner)
-
-
-def test_the_backward_pass_computes_only_the_products_again_that_its_options_say():
-    def products(**options):
-        cfg = small(**options)
-        mems = make_mems(cfg, B)
-        ids = make_ids(cfg, B, 8)
-        grad = jax.grad(lambda params: txl.loss_fn(params, ids, ids, mems, cfg)[0])
-        return count_products(jax.make_jaxpr(grad)(make_params(cfg)).jaxpr)
-
-    once = products(remat="none", attention="dense")
-    for remat in ("none", "dots"):
-        assert products(remat=remat, attention="chunked") == once + 2  # those that make scores
-    long = products(remat="dots", attention="chunked", attn_block=4)
-    assert long == once + 2 + 3  # and queries, keys with values, positions
-
-
 def test_chunked_attention_never_holds_the_scores_of_all_queries():
     T, S = 48, SMALL.mem_len + 48
     # Keys are up to 3 more in a block: two that pad T to whole blocks and the extra row of positions.
@@ -433,9 +411,9 @@ def test_dropout_belongs_to_the_row_and_not_to_its_place_in_the_batch():
 
 
 def test_without_a_key_nothing_is_dropped():
-    params, ids, mems = make_params(SMALL), make_ids(SMALL, B, T), make_mems(SMALL, B, fill=FILL)
-    plain, rates = forward(params, ids, mems, SMALL)[0], small(dropout=0.3, dropatt=0.4)
-    assert worst(forward(params, ids, mems, rates)[0], plain) == 0
+    args = make_params(SMALL), make_ids(SMALL, B, T), make_mems(SMALL, B)
+    program = lambda cfg: str(jax.make_jaxpr(partial(txl.forward, cfg=cfg))(*args))
+    assert program(small(dropout=0.3, dropatt=0.4)) == program(SMALL)
 
 
 CHANCE = 0.3**2 + 0.7**2  # how often two masks of a rate of 0.3 agree
@@ -558,12 +536,6 @@ def test_initial_parameters_fill_the_parameter_table(cfg):
     assert jax.eval_shape(lambda key: txl.init_params(key, cfg), jax.random.key(0)) == txl.param_shapes(cfg)
 
 
-def test_the_number_of_parameters_is_that_of_the_paper_s_layers():
-    H, D, K, F, V, L = 3, 10, 5, 14, 23, 2
-    per_layer = 5 * D * H * K + 2 * D * F + F + D + 4 * D
-    assert sum(leaf.size for leaf in jax.tree.leaves(txl.param_shapes(SMALL))) == L * per_layer + 2 * H * K + V * D + V
-
-
 IMPOSSIBLE = [
     ("n_layer", 0), ("n_layer", 2.0), ("n_layer", True), ("n_head", -1), ("mem_len", -1), ("d_model", 7),
     ("dropout", 1), ("dropout", math.nan), ("dropout", "0.1"), ("cutoffs", (9, 5)), ("cutoffs", (23,)), ("cutoffs", 5),
@@ -587,7 +559,7 @@ def test_a_config_is_hashable_and_survives_json(cfg):
 
 CACHED = {
     "plain": small(n_layer=1, mem_len=3, attn_block=2, attention="chunked"),
-    "untied, a long memory": small(n_layer=3, mem_len=12, untie_r=True, clamp_len=9),
+    "untied, a long memory": small(mem_len=12, untie_r=True, clamp_len=9),
     "same_length": small(mem_len=7, same_length=True, clamp_len=3, attention="chunked", attn_block=3, layer_rows=1),
     "documents, mem_len 1": small(mem_len=1, reset_on=7, pre_norm=True, cutoffs=(5, 13), d_embed=8),
     "no memory": small(mem_len=0, same_length=True, cutoffs=(5, 13), div_val=2, d_embed=8),
@@ -616,11 +588,3 @@ def test_a_cache_is_a_donated_carry_without_shared_buffers():
     step = jax.jit(txl.decode, static_argnames="cfg", donate_argnums=2)
     text = step.lower(params, np.zeros((3, 1), np.int32), cache, cfg).compile().as_text()
     assert text.count("may-alias") + text.count("must-alias") >= len(jax.tree.leaves(cache))
-
-
-def test_dropout_of_more_entries_than_its_counter_has_numbers_is_refused():
-    cfg = small(dropatt=0.1)
-    mems, ids = jax.eval_shape(lambda: txl.init_mems(cfg, 1)), jax.ShapeDtypeStruct((1, 38_000), jnp.int32)
-    key = jax.random.split(jax.random.key(0), 1)
-    with pytest.raises(ValueError, match="entries of a row in 32 bits"):
-        jax.eval_shape(lambda *args: txl.forward(*args, cfg, key=key), txl.param_shapes(cfg), ids, mems)

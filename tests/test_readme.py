@@ -42,6 +42,7 @@ def small(words):
     if words[1] != "train.py":
         return {}
     quick = dict(eval_batch=64, schedule="constant")  # runs share a program
+    quick |= dict(remat="none", attention="dense", mem_reset=0)  # and compile less
     quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
     if "--eval_only" in words:  # the model's sizes are the checkpoint's
         return quick | dict(devices=1, mem_len=7, tgt_len=16) | (dict(clamp_len=3) if "--clamp_len" in words else {})

@@ -1,7 +1,6 @@
 """The plan, the memory budget, allocator flags, running out of memory, and what XLA itself says of the step."""
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ import train
 import txl
 from tools import plan
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 SMALL = txl.Config(n_token=97, n_layer=2, n_head=2, d_model=64, d_head=24, d_inner=80, mem_len=32, dropout=0.1)
 KINDS = dict.fromkeys(("parameters_mib", "gradients_mib", "optimizer_mib", "memories_mib", "workspace_mib"), 5.0)
 RUN = train.TrainConfig(batch=4, tgt_len=48, steps=10, optimizer="adam")
@@ -54,15 +54,13 @@ def test_candidates_start_with_the_flags_go_on_to_thrifty_ones_and_are_at_most_1
 def test_a_budget_takes_the_first_setting_that_fits_or_names_the_least_need(text, tmp_path, monkeypatch):
     thrifty = lambda cfg, run, rows: [(cfg, run), (dataclasses.replace(cfg, **FULL), run)]
     monkeypatch.setattr(plan, "candidates", thrifty)
-    needs = {"dots": 9, "full": 5}
+    needs, taken = {"none": 9, "full": 5}, []
     measure = lambda cfg, run: {**KINDS, "total_mib": needs[cfg.remat], "evaluation_mib": 1}
     monkeypatch.setattr(train, "measure_memory", lambda layout: measure)
-    flags = TINY | {"steps": 1, "json": True}
-    outcome = call(train.main, data=text, out=tmp_path / "run", memory_budget="6MiB", **flags)
-    assert outcome.code is None and "* remat=full" in outcome.err
-    head = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
-    assert head["config"]["remat"] == "full" and head["plan"]["total_mib"] > 0
-    refused(call(train.main, data=text, memory_budget="4MiB", **flags), "5 MiB is the least", "--remat full")
+    monkeypatch.setattr(train, "train", lambda cfg, *_: taken.append(cfg.remat))
+    outcome = call(train.main, data=text, out=tmp_path / "run", memory_budget="6MiB", **TINY)
+    assert outcome.code is None and "* remat=full" in outcome.err and taken == ["full"]
+    refused(call(train.main, data=text, memory_budget="4MiB", **TINY), "5 MiB is the least", "--remat full")
     asked, run = dataclasses.replace(SMALL, remat="full"), dataclasses.replace(RUN, memory_budget="6MiB")
     assert plan.fit_budget(asked, run, 4, measure)[0] == asked  # what was asked for stays if it fits
 

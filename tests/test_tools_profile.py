@@ -4,12 +4,14 @@ import gzip
 import json
 
 import pytest
-from runs import TINY, call
+from runs import TINY, stopped
 
-import train
 from tools import profile
 
-pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # jaxlib's own, on Python 3.12
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning"),  # jaxlib's own, on Python 3.12
+    pytest.mark.usefixtures("shared_steps"),
+]
 
 
 def test_a_run_leaves_a_trace_without_python_frames_a_memory_profile_and_the_time_of_each_part(
@@ -22,9 +24,8 @@ def test_a_run_leaves_a_trace_without_python_frames_a_memory_profile_and_the_tim
         return table(found, n)
 
     monkeypatch.setattr(profile, "table", seen)
-    flags = TINY | dict(steps=5, eval_every=5, devices=2, json=True)
-    outcome = call(train.main, data=text, out=tmp_path / "run", profile=folder, **flags)
-    assert outcome.code is None, outcome
+    outcome = stopped(5, data=text, out=tmp_path / "run", profile=folder, **TINY, json=True)
+    assert outcome.code == 130, outcome
     (path,) = folder.rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert any("hlo_op" in event.get("args", {}) for event in events)

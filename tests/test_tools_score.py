@@ -16,7 +16,7 @@ import sample
 import txl
 from tools import score
 
-SIZES = dict(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=11)
+SIZES = dict(n_layer=1, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=11)
 PLAIN = txl.Config(**SIZES, same_length=True)
 ADAPTIVE = txl.Config(**SIZES, n_token=37, cutoffs=(5, 18), div_val=2, clamp_len=7)  # later queries see further
 TEXT = "a <b>&amp;\t\"é\"</b> \U0001f600\r\n\x00'x'\n".encode() + b"\xc3(\xff\n"

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_ids, make_params, worst
-from runs import TINY, argv, call, losses, refused
+from runs import TINY, argv, call, losses, refused, stopped
 
 import train
 import txl
@@ -24,7 +24,7 @@ from data import checkpoint
 pytestmark = pytest.mark.usefixtures("shared_steps")
 # 7 tokens: the bias of the output has 7 elements, which nothing but 1 and 7 divides.
 SIZES = dict(n_token=7, n_layer=5, n_head=2, d_model=30, d_head=11, d_inner=94, mem_len=6)
-CFG = txl.Config(**SIZES, dropout=0.2, dropatt=0.1, attention="dense")
+CFG = txl.Config(**SIZES, dropout=0.2, dropatt=0.1, attention="dense", remat="none")
 FULL = replace(CFG, remat="full", attention="chunked", attn_block=4, layer_rows=1)
 SIZES = dict(batch=8, tgt_len=9, steps=10, warmup=2, clip=0.25, mem_reset=0.1)
 ADAMW = train.TrainConfig(**SIZES, optimizer="adamw", lr=2e-3)
@@ -34,7 +34,7 @@ IN_PAIRS = replace(MUON, shard="params", shard_group=2, batch_chunk=2)
 
 
 @functools.cache
-def ten_steps(run, cfg=CFG, n=4):
+def ten_steps(run, cfg, n):
     """(what 10 steps on n devices told, the host state after them, bytes on each device by kind, the step)."""
     layout = train.make_layout(cfg, run, n)
     host = train.create_train_state(cfg, run, layout, make_params(cfg, scale=0.1), run.batch)
@@ -57,12 +57,17 @@ def held(tree):
     return found
 
 
-@pytest.mark.parametrize(
-    "run, cfg, alone", [(run, CFG, ADAMW) for run in SHARDED.values()] + [(IN_PAIRS, FULL, MUON)], ids=str
-)
+CASES = {
+    "opt": (SHARDED["opt"], CFG, (ADAMW, CFG, 4)),
+    "params": (SHARDED["params"], CFG, (ADAMW, CFG, 4)),
+    "params, in pairs, by muon, against one device": (IN_PAIRS, FULL, (MUON, CFG, 1)),
+}
+
+
+@pytest.mark.parametrize("run, cfg, alone", CASES.values(), ids=CASES.keys())
 def test_losses_and_gradient_norms_do_not_depend_on_devices_or_sharding(run, cfg, alone):
     # 1e-5: sums over rows in another order; the norms are above `clip`, so that clipping counts.
-    want, got = ten_steps(alone, n=1), ten_steps(run, cfg)
+    want, got = ten_steps(*alone), ten_steps(run, cfg, 4)
     assert worst(got[0], want[0]) < 1e-5 and want[0][:, 1].min() > run.clip
     assert all(len(kind) == 4 for kind in got[2])
     got, want = checkpoint.flatten(got[1]), checkpoint.flatten(want[1])
@@ -71,18 +76,18 @@ def test_losses_and_gradient_norms_do_not_depend_on_devices_or_sharding(run, cfg
         assert worst(got[name], want[name]) < 1e-6, name
 
 
-@pytest.mark.parametrize("shard, parts", [("none", (1, 1)), ("opt", (1, 4)), ("params", (4, 4))])
+@pytest.mark.parametrize("shard, parts", [("opt", (1, 4)), ("params", (4, 4))])
 def test_each_of_4_devices_holds_a_quarter_of_what_is_sharded_and_still_after_steps(shard, parts):
-    params, opt, mems = ten_steps(SHARDED[shard])[2]
-    whole = [next(iter(kind.values())) for kind in ten_steps(ADAMW, n=1)[2]]
+    params, opt, mems = ten_steps(SHARDED[shard], CFG, 4)[2]
+    whole = [next(iter(kind.values())) for kind in ten_steps(ADAMW, CFG, 4)[2]]
     pad = 4 * 3 * CFG.n_layer * len(jax.tree.leaves(txl.param_shapes(CFG)))  # at most 3 numbers of a leaf's layer
     for kind, size, part in ((params, whole[0], parts[0]), (opt, whole[1], parts[1])):
         assert size / part <= min(kind.values()) and max(kind.values()) <= size / part + (2 * pad if part > 1 else 0)
-    assert set(mems.values()) == {whole[2] / 4}
+    assert set(mems.values()) == {train.nbytes(jax.eval_shape(lambda: txl.init_mems(CFG, 8))) / 4}
 
 
 def test_sharding_saves_what_it_shards_by_xlas_own_figures_and_holds_no_matrix_of_all_layers():
-    none, opt, params = (ten_steps(run)[3] for run in SHARDED.values())
+    none, opt, params = (ten_steps(run, CFG, 4)[3] for run in SHARDED.values())
     each = train.nbytes(txl.param_shapes(CFG))
     assert train.xla_total(none) - train.xla_total(opt) > 0.9 * 3 / 4 * 2 * each  # two moments
     assert train.xla_total(opt) - train.xla_total(params) > 0.9 * 3 / 4 * 2 * each  # parameters and gradients
@@ -92,7 +97,7 @@ def test_sharding_saves_what_it_shards_by_xlas_own_figures_and_holds_no_matrix_o
         return max(math.prod(map(int, shape.split(","))) for shape in found)
 
     matrix = CFG.n_layer * CFG.d_model * CFG.d_inner
-    assert largest(opt) >= matrix > max(largest(params), largest(ten_steps(IN_PAIRS, FULL)[3]))
+    assert largest(opt) >= matrix > max(largest(params), largest(ten_steps(IN_PAIRS, FULL, 4)[3]))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_what_the_devices_cannot_do_is_refused_with_the_nearest_values(text, fla
 
 
 PIPES = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-FLAGS = TINY | dict(batch=8, eval_every=10**6, dropout=0.1, json=True)
+FLAGS = TINY | dict(n_layer=1, batch=8, steps=10**6, eval_every=10**6, json=True)
 
 
 def two_processes(number, at_least, folder, **flags):
@@ -120,7 +125,7 @@ def two_processes(number, at_least, folder, **flags):
         port = s.getsockname()[1]
     count = "--xla_force_host_platform_device_count"
     env = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace(f"{count}=4", f"{count}=2")}
-    flags |= FLAGS | dict(steps=10**6, coordinator=f"127.0.0.1:{port}", n_processes=2, shard="params", shard_group=2)
+    flags |= FLAGS | dict(coordinator=f"127.0.0.1:{port}", n_processes=2, shard="params", shard_group=2)
     del flags["devices"]
     command = [sys.executable, train.__file__, *argv(**flags)]
     start = lambda i: subprocess.Popen([*command, "--process_id", str(i)], env=env, text=True, **PIPES)
@@ -144,11 +149,10 @@ def test_two_processes_save_on_a_signal_to_one_resume_end_when_one_dies_and_one_
     folder, whole = tmp_path / "two", tmp_path / "one"
     assert two_processes(signal.SIGTERM, 5, folder, data=text, out=folder) == [128 + signal.SIGTERM] * 2
     two = losses(folder)
-    assert call(train.main, data=text, out=whole, **FLAGS | dict(steps=len(two) + 2)).code is None
+    assert stopped(len(two) + 2, data=text, out=whole, **FLAGS).code == 130
     assert worst(two[:10], losses(whole)[: len(two)][:10]) < 1e-5
     saved = (folder / "last.npz").read_bytes()
     assert two_processes(signal.SIGKILL, 2, folder, data=text, resume=folder)[0] != 0
     assert worst(losses(folder)[:2], losses(whole)[-2:]) < 1e-4 and (folder / "last.npz").read_bytes() == saved
-    flags = dict(resume=folder, steps=len(two) + 2, devices=1, shard="none", json=True)
-    assert call(train.main, data=text, **flags).code is None
+    assert stopped(2, data=text, resume=folder, devices=1, shard="none", json=True).code == 130
     assert worst(losses(folder), losses(whole)[-2:]) < 1e-4

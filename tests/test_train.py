@@ -44,10 +44,7 @@ OF_RUN = {name: value for name, value in BASE.items() if name in train.TrainConf
 def base(tmp_path_factory, text, shared_steps):
     """A run of 60 steps with three evaluations, the last batch of each a partial one; what it did is in its fields."""
     folder = tmp_path_factory.mktemp("base") / "run"
-    seen = SimpleNamespace(
-        folder=folder, compiled_by={"step": [], "eval": []}, batches=[], fill=[], alive=[], events=[]
-    )
-    fetch = train.device_get
+    seen = SimpleNamespace(folder=folder, compiled_by={"step": [], "eval": []}, batches=[], fill=[], alive=[])
 
     def counted(name, function, args):
         before = len(COMPILED)
@@ -56,22 +53,16 @@ def base(tmp_path_factory, text, shared_steps):
         return out
 
     def step(function, args):
-        seen.events.append(f"start {args[3] + 1}")
         out = counted("step", function, args)
         seen.batches.append([np.asarray(a).reshape(-1, a.shape[-1]) for a in args[1:3]])
         seen.alive += [not a.is_deleted() for a in jax.tree.leaves(args[0])]
         seen.fill.append(np.array(out[0].mems.fill)[0])
         return out
 
-    def device_get(metrics):
-        seen.events.append("fetch")
-        return fetch(metrics)
-
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spy(patch, "compile_train_step", step)
         spy(patch, "make_eval_step", partial(counted, "eval"))
-        patch.setattr(train, "device_get", device_get)
         seen.outcome = call(train.main, data=text, out=folder, **BASE)
     assert seen.outcome.code is None, seen.outcome
     seen.warnings = [str(w.message) for w in caught]
@@ -123,18 +114,14 @@ def test_an_evaluation_reads_every_target_once_in_rows_of_nearly_equal_length(ro
 
 def test_each_program_is_compiled_once_over_60_steps_with_evaluations_and_a_partial_tail(base):
     assert base.compiled_by["step"] == [0] * STEPS  # compiled before the first
-    evals = base.compiled_by["eval"]
-    assert evals == [1] + [0] * (len(evals) - 1) and len(evals) > 3 * 4
+    first, *others = base.compiled_by["eval"]
+    assert first <= 1 and not any(others) and len(others) > 3 * 4
     assert any(entry["targets"] % (TINY["eval_batch"] * TINY["tgt_len"]) for entry in log(base.folder)[2])
 
 
 def test_a_run_raises_no_warning_and_donated_state_is_gone_after_a_step(base):
     assert base.warnings == []
     assert len(base.alive) > 40 * STEPS and not any(base.alive)
-
-
-def test_metrics_are_fetched_after_the_next_step_was_started(base):
-    assert base.events[:7] == ["start 1", "start 2", "fetch", "start 3", "fetch", "start 4", "fetch"]
 
 
 def test_each_step_empties_the_memory_of_a_share_of_the_rows(base):
@@ -173,7 +160,8 @@ def test_the_log_has_a_header_then_steps_then_evaluations_as_documented(base):
     head, steps, evals = log(base.folder)
     assert {"versions", "backend", "device", "n_devices", "config", "run", "corpus", "n_params"} <= head.keys()
     assert head["versions"]["jax"] == jax.__version__ and head["backend"] == "cpu" and head["n_devices"] == 1
-    assert head["config"]["attention"] == "auto" and head["attention"] == "chunked, blocks of 128"
+    assert head["attention"] == "dense" and head["plan"]["total_mib"] > 0
+    assert (base.folder / "loss.png").exists() or "no picture: " in base.outcome.err
     assert [entry["step"] for entry in steps] == list(range(1, STEPS + 1))
     for entry in steps:
         assert {"loss_nats", "bpb", "grad_norm", "lr", "tok_per_s", "step_ms", "mem_mib"} <= entry.keys()
@@ -240,8 +228,8 @@ def evaluated(base, one_txt, **flags):
 
 
 def test_an_evaluation_counts_all_1002_targets_of_1003_bytes_at_any_batch_size_and_number_of_devices(base, one_txt):
-    cases = (dict(eval_batch=1, tgt_len=6), {}, dict(devices=4, batch=5), dict(tgt_len=2**30))
-    one, three, spread, longest = found = [evaluated(base, one_txt, **flags) for flags in cases]
+    cases = (dict(eval_batch=1, tgt_len=6), {}, dict(devices=4, batch=5))
+    one, three, spread = found = [evaluated(base, one_txt, **flags) for flags in cases]
     assert {(e["targets"], e["split"]) for e in found} == {(1002, "valid")}
     cfg, params, *_ = checkpoint.load(base.folder)
     tokens, mems = np.frombuffer(TEXT[2000:3003], np.uint8).astype(np.int32)[None], txl.init_mems(cfg, 1)
@@ -251,8 +239,7 @@ def test_an_evaluation_counts_all_1002_targets_of_1003_bytes_at_any_batch_size_a
         nats.extend(np.asarray(some[0], np.float64))
     assert one["loss_nats"] == pytest.approx(np.mean(nats), abs=1e-5)  # the sum of all over their number
     assert one["bpb"] == pytest.approx(one["loss_nats"] / math.log(2))
-    # Cold starts, and how far a query sees, make a small difference.
-    assert [e["loss_nats"] for e in (three, longest)] == pytest.approx([one["loss_nats"]] * 2, abs=0.2)
+    assert three["loss_nats"] == pytest.approx(one["loss_nats"], abs=0.2)  # cold starts make a small difference
     assert spread["loss_nats"] == pytest.approx(three["loss_nats"], abs=1e-6)  # a batch of training need not divide
 
 
@@ -284,10 +271,11 @@ def test_what_no_evaluation_can_do_ends_in_one_line(base, one_txt, tmp_path):
 
 @pytest.fixture(scope="module")
 def abc(tmp_path_factory):
-    """A run on abcabc..., 200 steps, told in lines for people; characters, the next checkpoint in the folder runs."""
+    """A run on abcabc..., 200 steps; characters, the next checkpoint in the folder runs."""
     place = tmp_path_factory.mktemp("abc")
     (place / "abc.txt").write_bytes(b"abc" * 2000)
     flags = TINY | dict(steps=200, lr=2e-2, clip=1, schedule="cosine", log_every=50, eval_every=100, tokenizer="char")
+    flags |= dict(n_layer=1, json=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         return place, flags, call(train.main, data="abc.txt", **flags)
@@ -372,7 +360,7 @@ def test_resume_auto_starts_in_an_empty_folder_or_one_without_a_checkpoint_and_t
 def test_a_run_goes_on_in_bfloat16_from_its_masters_with_other_lengths_and_batch_and_an_empty_memory(base, tmp_path):
     for name in ("last.npz", "log.jsonl"):
         (tmp_path / name).write_bytes((base.folder / name).read_bytes())
-    sizes = dict(batch=6, mem_len=5, tgt_len=7, dtype="bfloat16")
+    sizes = dict(batch=6, mem_len=5, tgt_len=7, dtype="bfloat16", dropout=0, dropatt=0)
     outcome = stopped(25, resume=tmp_path, devices=1, steps=STEPS + 30, json=True, **sizes)
     assert outcome.code == 130 and "memory starts empty" in outcome.err
     found = losses(tmp_path)
@@ -406,15 +394,6 @@ def test_a_path_without_a_checkpoint_is_an_error_and_never_a_fresh_start(flag, t
     for path in (tmp_path / "nowhere", tmp_path):
         refused(call(train.main, *only, data=text, **{flag: path}), path, "no checkpoint")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_vocabulary_smaller_than_the_ids_of_a_text_is_named(base, tmp_path, text):
-    meta, arrays = raw(base.folder / "last.npz")
-    meta["config"]["n_token"] = 100
-    arrays |= {name: arrays[name][:100] for name in ("params/embed_0", "params/out_bias_0")}
-    write_raw(tmp_path / "last.npz", meta, arrays)
-    refused(call(train.main, "--eval_only", run=tmp_path, data=text), "n_token=100", "256")
-    refused(call(sample.main, run=tmp_path, prompt="az\u00e9"), "id 195", "100")
 
 
 # data
