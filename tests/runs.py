@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -72,19 +73,6 @@ def call(main, *words, **flags):
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def interrupt(monkeypatch, step, number):
-    """Sends this process a signal while it prepares a step of training."""
-    get_batch, count = train.get_batch, [0]
-
-    def spy(*args):
-        count[0] += 1
-        if count[0] == step:
-            os.kill(os.getpid(), number)
-        return get_batch(*args)
-
-    monkeypatch.setattr(train, "get_batch", spy)
-
-
 def spy(monkeypatch, name, seen):
     """Calls seen(function, args) in place of every function that train.NAME makes."""
     make = getattr(train, name)
@@ -100,8 +88,15 @@ def spy(monkeypatch, name, seen):
 
 def stopped(step, *words, number=signal.SIGINT, **flags):
     """The Outcome of train.main that gets a signal while it prepares its step number `step`."""
+    get_batch, numbers = train.get_batch, itertools.count(1)
+
+    def watched(*args):
+        if next(numbers) == step:
+            os.kill(os.getpid(), number)
+        return get_batch(*args)
+
     with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, step, number)
+        patch.setattr(train, "get_batch", watched)
         return call(train.main, *words, **flags)
 
 
@@ -153,10 +148,10 @@ def write_raw(path, meta, arrays):
     np.savez(path, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
 
 
-def save_model(folder, cfg, params, vocab, tgt_len=8):
-    """A run folder with a checkpoint that can be sampled and evaluated, made without training."""
+def save_model(folder, cfg, params, vocab, corpus=""):
+    """A run folder with a checkpoint that can be sampled and evaluated, made without training on a corpus."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = {"step": 5, "cursor": 0, "flags": asdict(train.TrainConfig(tgt_len=tgt_len)), "corpus": "", "best": 1.0}
+    run = {"step": 5, "cursor": 0, "flags": asdict(train.TrainConfig(tgt_len=8)), "corpus": corpus, "best": 1.0}
     meta = {"config": asdict(cfg), "vocab": vocab, "run": run | {"versions": {"jax": jax.__version__}}}
     checkpoint.save(folder / "best.npz", checkpoint.flatten({"params": params}), meta)
     return folder
@@ -193,14 +188,9 @@ def stand_in(name, url=""):
 def subword_file(folder):
     """A tokenizer.json of byte-level BPE, with a limit of length and a special token, trained on a few words."""
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["the cat and don't stop", "the cats ever"] * 5, trainer)
+    made = tokenizers.ByteLevelBPETokenizer()
+    words = ["the cat and don't stop", "the cats ever"] * 5
+    made.train_from_iterator(words, vocab_size=300, show_progress=False, special_tokens=["<|end|>"])
     made.enable_truncation(5)
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

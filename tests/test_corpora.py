@@ -147,15 +147,6 @@ def test_a_copy_is_taken_instead_whether_it_is_the_download_its_folder_or_the_te
     assert not server.asked
 
 
-def test_a_url_is_asked_instead_of_the_usual_one(server, monkeypatch):
-    made = serve(server, monkeypatch, "enwik8")
-    monkeypatch.setitem(CORPORA, "enwik8", made.source._replace(url="http://127.0.0.1:9"))
-    server.files["mirror/enwik8.zip"] = server.files.pop("enwik8.zip")
-    is_prepared("enwik8", "--from", f"{server.url}/mirror/", out="a")
-    assert [name for name, _ in server.asked] == ["mirror/enwik8.zip"]
-    not_prepared("enwik8", {}, "refused", "127.0.0.1:9/enwik8.zip", "--from")  # nobody listens
-
-
 def test_a_copy_that_is_not_the_original_or_lacks_a_text_is_refused(server, monkeypatch):
     text, sha256 = serve(server, monkeypatch, "enwik8").texts["enwik8"], CORPORA["enwik8"].texts[0].sha256
     Path("short").write_bytes(text[:-1])

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -61,9 +60,6 @@ def prepared(tmp_path, text=MIXED, **options):
 def edit_meta(folder, **changes):
     meta = json.loads((folder / "meta.json").read_bytes()) | changes
     (folder / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if v is not None}))
-
-
-# Tokenizers
 
 
 def test_every_byte_of_unicode_tabs_spaces_and_crlf_comes_back_and_char_symbols_are_the_sorted_code_points():
@@ -124,16 +120,6 @@ def test_a_vocabulary_survives_json_and_a_broken_one_or_options_that_cannot_appl
     one_line("'b' more than once", tok.check, {"kind": "char", "symbols": ["b", "a", "b"]})
     one_line("'a b'", tok.check, {"kind": "word", "symbols": ["<eos>", "<unk>", "a b"]})
     one_line(("min_count=2", "word only"), tok.build, "char", b"a", min_count=2)
-    one_line("max_size=2", tok.build, "word", b"a", max_size=2)
-
-
-def test_ids_outside_the_vocabulary_are_found_on_the_host():
-    one_line(("x.bin", "id 11", "of 11"), tok.check_ids, np.array([[0, 11], [3, 4]], np.uint16), 11, "x.bin")
-    one_line(("smallest id -1", "id 3", "of 11"), tok.check_ids, np.array([0, -1, 3]), 11, "x")
-    assert tok.check_ids(np.array([11]), 12, "x") == [11]
-
-
-# Corpora
 
 
 def test_the_built_in_corpus_is_the_standard_library_of_this_python(tmp_path):
@@ -195,9 +181,6 @@ def test_paths_without_a_text_are_refused_in_one_line(tmp_path):
     one_line(("valid.txt", "empty file"), prepare.load, write_splits(folder, b"abc", b"", b"abc"))
 
 
-# Prepared tokens
-
-
 @pytest.mark.parametrize("kind", tok.KINDS)
 def test_prepared_tokens_are_the_same_corpus_as_the_text(tmp_path, kind):
     tokens, file = prepared(tmp_path, tokenizer=kind), tmp_path / "mixed.txt"
@@ -238,25 +221,6 @@ def test_a_run_that_fails_leaves_an_older_corpus_whole_and_else_nothing(tmp_path
     assert not list((tmp_path / "new").glob("*")) and len(prepare.load(folder).train)
 
 
-def test_a_corpus_that_was_half_replaced_when_the_process_died_is_none(tmp_path, monkeypatch):
-    folder, replace, left = prepared(tmp_path), os.replace, []
-    abc = write(tmp_path / "abc.txt", ABC)
-
-    def die(source, target):
-        left.pop()  # an error once none is left
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", die)
-    for n in range(4):
-        left[:] = [True] * n
-        with pytest.raises(IndexError):
-            prepare.prepare([abc], folder)
-        one_line("python -m data.prepare", prepare.load, folder)
-    monkeypatch.undo()
-    prepare.prepare([abc], folder)
-    assert prepare.load(folder).n_bytes["valid"] == 300
-
-
 @pytest.mark.parametrize("kind", tok.KINDS)
 def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(tok, "BLOCK", 1 << 15)
@@ -268,16 +232,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]  # six times the text
-
-
-def test_the_locale_changes_nothing_and_the_command_prints_one_json_line(tmp_path):
-    file, out = write(tmp_path / "uni.txt", UNI * 20), tmp_path / "out"
-    command = [sys.executable, "-m", "data.prepare", str(file), "--out", str(out), "--tokenizer", "char"]
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
-    assert run.returncode == 0 and json.loads(run.stdout)["n_tokens"]["train"], run.stderr
-    here, there = prepare.load(file, "char"), prepare.load(out)
-    assert here.vocab == there.vocab and np.array_equal(here.train, there.train) and here.sha256 == there.sha256
 
 
 @pytest.mark.parametrize("source", tok.KINDS)
@@ -300,7 +254,6 @@ def test_a_prepared_corpus_is_read_in_any_vocabulary_exactly_or_not_at_all(sourc
     [
         (gzip.compress(MIXED), ["gzip", "unpack it"]),
         (b"PK\3\4\x14", ["zip archive", ".docx", "unpack it"]),
-        (b"PAR1\x15\4\x15\x10PAR1", ["Parquet", "text column"]),
         (MIXED.decode().encode("utf-16"), ["UTF-16", "convert it to UTF-8"]),
         (MIXED.decode().encode("utf-16-le") * 50, ["NUL bytes throughout", "UTF-8"]),
         (b"PK is a name. " * 99 + ABC + b"\0" * 999 + b"\xff", None),  # which bytes of any file may be
@@ -339,9 +292,7 @@ def test_ids_are_one_dimension_of_whole_numbers_and_not_mixed_up_with_text(tmp_p
         file = write_ids(tmp_path / "ids.npy", bad)
         one_line((file, words, "want"), prepare.load, file)
     file, ids = write_ids(tmp_path / "ids.npy", np.arange(90)), {"kind": "ids", "size": 90}
-    cut, text = write(tmp_path / "cut.npy", file.read_bytes()[:-9]), write(tmp_path / "abc.txt", ABC)
-    one_line((cut, "save it again"), prepare.load, cut)
-    one_line((file, "tokenizer char"), prepare.load, file, "char")
+    text = write(tmp_path / "abc.txt", ABC)
     one_line("ids from 0 to 89, want 0 to 88", prepare.load, file, vocab=ids | {"size": 89})
     one_line(("train split", "text", ".npy"), prepare.load, text, vocab=ids)
 
@@ -357,15 +308,12 @@ def test_a_tokenizer_json_gives_the_tokens_of_its_library_and_the_text_comes_bac
     want = library.encode(text.decode()).ids
     assert tok.size(vocab) == library.get_vocab_size() > 257 and tok.encode(vocab, text).tolist() == want
     assert len(want) < len(text) and tok.decode(vocab, want) == text
-    for block in (40, 64, 700):
-        blocks = [text[i : i + block] for i in range(0, len(text), block)]
-        assert np.concatenate(list(tok.encode_blocks(vocab, blocks))).tolist() == want
+    blocks = [text[i : i + 40] for i in range(0, len(text), 40)]
+    assert np.concatenate(list(tok.encode_blocks(vocab, blocks))).tolist() == want
     assert b"".join(tok.decode_next(vocab, want[:i], [number]) for i, number in enumerate(want)) == text
-    assert tok.one_id(vocab, "<|end|>", "reset_on") == 0 and tok.decode(vocab, [tok.start_id(vocab)]) == b"\n"
     path = write(tmp_path / "prose.txt", text)
     assert call(prepare.main, path, out=tmp_path / "tokens", tokenizer=file).code is None
-    own, tokens = prepare.load(path), prepare.load(tmp_path / "tokens")
-    assert tokens.tokens_sha256 == prepare.load(path, str(file)).tokens_sha256 and tokens.n_bytes == own.n_bytes
+    assert prepare.load(tmp_path / "tokens").tokens_sha256 == prepare.load(path, str(file)).tokens_sha256
 
 
 def test_a_broken_tokenizer_json_and_a_missing_library_are_one_line(tmp_path, monkeypatch):

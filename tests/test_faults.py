@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from runs import NOISY, call, log, raw, refused, saved_run, spy, stopped
 
-import sample
 import train
 import txl
 from data import checkpoint
@@ -32,17 +32,6 @@ def fit(tmp_path, text):
     fit.folder = tmp_path / "run"
     fit.flags = dict(data=text, out=fit.folder, **BASE)
     return fit
-
-
-# files and folders
-
-
-def test_a_damaged_file_ends_a_script_in_one_line_with_the_good_one_beside_it(tmp_path):
-    for name in ("best.npz", "last.npz"):
-        checkpoint.save(tmp_path / name, {}, {"run": {"step": 1}})
-    (tmp_path / "best.npz").write_bytes((tmp_path / "best.npz").read_bytes()[:-30])
-    for main, flag in ((sample.main, "run"), (train.main, "init")):
-        refused(call(main, **{flag: tmp_path}), tmp_path / "best.npz", "damaged", f"give {tmp_path / 'last.npz'}")
 
 
 def test_a_run_in_a_folder_that_another_one_writes_to_is_refused(fit):
@@ -66,9 +55,6 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_checkpoint_before(f
     assert saved_run(fit.folder)["step"] == 2
 
 
-# stops
-
-
 def test_a_stop_while_the_step_compiles_ends_the_run_after_its_first_step_with_a_checkpoint(fit, monkeypatch):
     compile_step = train.compile_train_step
 
@@ -77,9 +63,6 @@ def test_a_stop_while_the_step_compiles_ends_the_run_after_its_first_step_with_a
     outcome = fit()
     assert outcome.code == 143 and f"go on with python train.py --resume {fit.folder}" in outcome.err
     assert saved_run(fit.folder)["step"] == 1
-
-
-# numbers
 
 
 def with_nan(monkeypatch, numbers, states):
@@ -136,16 +119,13 @@ def die_after(patch, n):
     """The process dies before its (n + 1)-th operation on files of those that a save makes; nothing is tidied up."""
     left = iter(range(n))
 
-    def dying(real):
-        def operation(*args, **options):
-            if next(left, None) is None:
-                raise Death
-            return real(*args, **options)
-
-        return operation
+    def dying(operation, *args, **options):
+        if next(left, None) is None:
+            raise Death
+        return operation(*args, **options)
 
     for name in ("fsync", "replace", "unlink"):
-        patch.setattr(os, name, dying(getattr(os, name)))
+        patch.setattr(os, name, partial(dying, getattr(os, name)))
     patch.setattr(Path, "unlink", lambda path, **options: os.unlink(path))
 
 

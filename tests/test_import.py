@@ -93,12 +93,9 @@ def test_hugging_face_names_become_our_config_and_parameters_and_shared_and_tied
 BROKEN = [  # what is changed in the source or in the options, words of the one line
     (ones("transformer.h.0.attn", 2, 3), {}, "unknown array 'transformer.h.0.attn' (2, 3)"),
     (without("layers.1.pos_ff.CoreNet.3.bias"), {}, "missing array 'b_2' of layers [1]"),
-    (ones("module.layers.1.dec_attn.r_net.weight", 15, 10), {}, "array 'w_r' is set twice"),
     (ones("transformer.r_w_bias", 3, 5), {}, "array 'u' is set for all layers and differs in layers [0, 1]"),
-    (ones("dec_attn.r_net.weight", 15, 10, layers=[10**9]), {}, "weight' has a number beyond all 45 arrays"),
     (ones("pos_ff.CoreNet.0.bias", 15, layers=[0, 1]), {}, "layers/b_1 is (2, 15), wanted (2, 14)"),
     (dict, dict(n_head=4), "n_head=4 does not divide 15 channels of 'w_qkv'"),
-    (dict, dict(layout="tf"), "layout='tf' is unknown"),
 ]
 
 
@@ -106,8 +103,6 @@ BROKEN = [  # what is changed in the source or in the options, words of the one 
 def test_a_source_or_an_option_that_does_not_fit_is_refused_in_one_line(change, options, message):
     fails(lambda: convert(change(foreign(make_params(CFG), CFG)), **OPTIONS | options), message)
 
-
-# the command
 
 WORDS = ["<eos>", "the", "<unk>", *(f"w{i}" for i in range(26))]
 WEIGHTS = "hf/model.safetensors"
@@ -123,9 +118,8 @@ def safetensors(state, **about):
     """The bytes of a .safetensors file."""
     head, data = {"__metadata__": {"format": "pt"}}, b""
     for name, array in state.items():
-        kind = {"float32": "F32", "float64": "F64", "float16": "F16", "uint16": "BF16"}[array.dtype.name]
         span = {"data_offsets": [len(data), len(data) + array.nbytes]}
-        head[name] = {"dtype": kind, "shape": array.shape} | span | about
+        head[name] = {"dtype": f"F{8 * array.itemsize}", "shape": array.shape} | span | about
         data += array.tobytes()
     head = json.dumps(head).encode()
     return len(head).to_bytes(8, "little") + head + data
@@ -172,8 +166,9 @@ def not_imported(source, *words, **flags_given):
 
 
 def test_a_file_becomes_a_run_in_its_vocabulary_that_is_never_resumed(here):
-    (here / "model.npz").rename("MODEL.NPZ")  # in capitals, too
-    found = imported("MODEL.NPZ", **FILE)
+    np.savez("model.npz", **{name: a.astype(np.float64) for name, a in STATE.items()})
+    found = imported("model.npz", **FILE)
+    assert {a.dtype.name for a in jax.tree.leaves(found.params)} == {"float32"}
     assert found.cfg == CFG and found.vocab == {"kind": "word", "symbols": WORDS}
     assert worst(found.params, make_params(CFG)) == 0
     put("text.txt", b"the w1 w2 w25\n w7 w8 w3 other w9\n" * 30)(here)
@@ -187,29 +182,11 @@ def test_a_hugging_face_folder_says_all_but_its_vocabulary_and_may_leave_out_the
     found = imported("hf")
     assert found.cfg == variant(same_length=True, clamp_len=1000)  # it sees mem_len keys, the query's own among them
     assert worst(found.params, make_params(CFG)) == 0
-    put(WEIGHTS, safetensors(without("out_projs.0", "out_projs.2")(STATE)))(here)
+    wrapped = {f"_orig_mod.module.{old}": array for old, array in STATE.items()}  # by torch.compile and DataParallel
+    put(WEIGHTS, safetensors(without("out_projs.0", "out_projs.2")(wrapped)))(here)
     assert worst(imported("hf", out="run/2").params, make_params(CFG)) == 0
     put("hf/config.json", CONFIG | {"tie_projs": [True, False, False]})(here)
     not_imported("hf", "out_proj_2 missing", out="other")
-
-
-def test_weights_of_other_precisions_become_float32(here):
-    np.savez("model.npz", **{name: a.astype(np.float64) for name, a in STATE.items()})
-    halves = {name: (a.view(np.uint32) >> 16).astype(np.uint16) for name, a in STATE.items() if a.dtype == np.float32}
-    put(WEIGHTS, safetensors(STATE | halves))(here)  # bfloat16
-    cut = {name: (a.astype(np.uint32) << 16).view(np.float32) for name, a in halves.items()}
-    for found, state in ((imported("model.npz", **FILE), STATE), (imported("hf", out="half"), STATE | cut)):
-        assert worst(found.params, convert(state, **OPTIONS)[1]) == 0
-        assert {a.dtype.name for a in jax.tree.leaves(found.params)} == {"float32"}
-
-
-@pytest.mark.parametrize("prefix", ["model.", "_orig_mod.module."])
-def test_what_wrappers_put_before_the_names_is_taken_away(prefix, here):
-    wrapped = {f"{prefix}{old}": array for old, array in STATE.items()}
-    np.savez("model.npz", **wrapped)
-    assert worst(imported("model.npz", **FILE).params, make_params(CFG)) == 0
-    put(WEIGHTS, safetensors(without("out_projs.0", "out_projs.2")(wrapped)))(here)
-    assert worst(imported("hf", out="hf-run").params, make_params(CFG)) == 0
 
 
 def test_weights_in_several_files_are_read_by_their_index(here):
@@ -224,6 +201,12 @@ def test_weights_in_several_files_are_read_by_their_index(here):
 
 NASTY = "\x1b]0;t\x07\x9b2J\u202e\ntrain.py: done"  # what a stranger's file may say on one's terminal
 ESCAPED = ("1b]0;t", "x9b2J", "u202e")
+
+
+def spoilt_npz(name, array):
+    return lambda here: np.savez("model.npz", **STATE | {name: array})
+
+
 SPOILT = {  # what is done to the files, source, flags, words
     "a flag for a folder": (None, "hf", dict(n_head=3), ["config.json says --n_head: leave it out"]),
     "no weights": (gone(WEIGHTS), "hf", {}, ["no model.safetensors or pytorch_m"]),
@@ -234,10 +217,8 @@ SPOILT = {  # what is done to the files, source, flags, words
     "a short vocabulary": (put("vocab.txt", "\n".join(WORDS[:28]).encode()), "hf", {}, ["vocab.txt has 28", "hf 29"]),
     "a folder of a run": (put("best.npz", b""), "hf", dict(out="."), ["holds a run"]),
     "an index that leaves its folder": (index(b'{"weight_map": {"a": "../model.npz"}}'), "hf", {}, ["no index of"]),
-    "another kind of weights": (
-        put("tf_model.h5", b"\x89HDF\r\n"), "tf_model.h5", FILE, [".safetensors, .npz or state_dict"]),
-    "a nasty array": (
-        lambda here: np.savez("model.npz", **STATE | {NASTY: np.ones(3)}), "model.npz", FILE, ESCAPED),
+    "a nasty array": (spoilt_npz(NASTY, np.ones(3)), "model.npz", FILE, ESCAPED),
+    "NaN": (spoilt_npz("crit.cluster_bias", np.array([1, np.nan])), "model.npz", FILE, ["'crit.cluster_bias'", "NaN"]),
 }  # fmt: skip
 
 
@@ -270,8 +251,6 @@ def test_a_pickle_for_weights_is_never_run_and_a_whole_module_is_told_what_to_sa
     assert not (here / "exploded").exists()
 
 
-# vocabularies
-
 SYMBOLS = ["<eos>", "ä", "<unk>", "naïve", "–"]
 OURS = {"kind": "word", "symbols": SYMBOLS}
 HELD = {"counter": Counter(SYMBOLS), "special": ["<eos>"], "min_freq": 0, "max_size": None, "lower_case": True}
@@ -288,11 +267,10 @@ def zipped(data, method=zipfile.ZIP_STORED):
 
 VOCABS = {
     "a text with CRLF": ("v", ("\r\n".join(SYMBOLS) + "\r\n").encode()),
-    "our JSON with a byte order mark": ("v.json", "\ufeff".encode() + json.dumps(OURS).encode()),
+    "our JSON": ("v.json", json.dumps(OURS).encode()),
     "JSON of ids by symbol": ("vocab.json", json.dumps({s: i for i, s in list(enumerate(SYMBOLS))[::-1]}).encode()),
     "a pickle, protocol 5": ("vocab.pkl", pickle.dumps(HELD, 5)),
     "torch.save": ("vocab.bin", zipped(pickle.dumps(HELD, 2))),
-    "UTF-8 read as Latin-1": ("vocab.pkl", pickle.dumps({"idx2sym": [s.encode().decode("latin-1") for s in SYMBOLS]})),
 }  # fmt: skip
 
 
@@ -304,12 +282,10 @@ def test_a_vocabulary_is_read_in_the_order_of_its_ids_from(name, data, tmp_path)
 
 MEAN = {
     "a bomb": ("v.pkl", pickle.dumps(HELD | {"x": Bomb()}), "io.open"),
-    "a bomb in the oldest kind of pickle": ("v.pkl", b"\x80\x02" + pickle.dumps(Bomb(), 0), "io.open"),
     "a bomb in what torch saved": ("v.bin", zipped(pickle.dumps({"idx2sym": Bomb()}, 2)), "io.open"),
     "a class by its old opcode": ("v.pkl", b"\x80\x02(S'x'\nios\nsystem\n.", "it has the opcode INST"),
     "a zip bomb": ("v.bin", zipped(pickle.dumps(HELD), zipfile.ZIP_DEFLATED), "a zip without a stored data.pkl"),
     "ids that do not agree": ("v.pkl", pickle.dumps(HELD | {"idx2sym": SYMBOLS[::-1]}), "do not agree on ids"),
-    "JSON of ids with a gap": ("v.json", b'{"<eos>": 0, "<unk>": 2}', "no JSON of a vocabulary (the ids are not"),
 }
 
 
@@ -318,15 +294,6 @@ def test_what_is_no_plain_vocabulary_is_refused_in_one_line_and_nothing_in_it_ru
     (here / name).write_bytes(data)
     not_imported("hf", message, vocab=name)
     assert not (here / "exploded").exists() and not (here / "run").exists()
-
-
-@pytest.mark.parametrize("dtype, value", [("float32", np.nan), ("float64", -1e39)])
-def test_numbers_that_float32_does_not_hold_are_refused_and_their_arrays_named(dtype, value, here):
-    bad = {"crit.cluster_bias": np.array([1, value], dtype), "crit.out_layers.0.bias": np.full(6, value, dtype)}
-    np.savez("model.npz", **STATE | bad)
-    names = "array 'crit.cluster_bias', 'crit.out_layers.0.bias' holds NaN or infinite numbers"
-    not_imported("model.npz", names, "or larger ones than float32 can", **FILE)
-    assert not (here / "run").exists()
 
 
 class Tensor(np.ndarray):  # what the importer asks of torch's

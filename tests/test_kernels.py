@@ -105,9 +105,6 @@ def test_bfloat16_is_as_near_to_float32_as_its_rounding():
         assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)  # a unit in the last place is 8e-3
 
 
-# what is kept and what is lowered
-
-
 def arguments(T, dtype=jnp.float32, M=None, B=2, H=2):
     K, M = 41, T if M is None else M
     *args, _ = jax.eval_shape(lambda: inputs(B, H, T, M, K, dtype))
@@ -162,14 +159,10 @@ def test_a_fresh_process_lowers_for_gpu_and_tpu_without_a_warning():
     assert "deprecated" not in found.stderr
 
 
-# the model with it, and where it is refused
-
-MODEL = txl.Config(n_token=5, n_layer=2, n_head=3, d_model=10, d_head=4, d_inner=14, mem_len=6)
-
-
 def test_the_model_computes_the_same_with_it(monkeypatch):
     """Who changes attention in txl.py and not here sees this fail."""
-    dense = dataclasses.replace(MODEL, attention="dense", same_length=True, clamp_len=3, reset_on=2)
+    dense = txl.Config(n_token=5, n_layer=2, n_head=3, d_model=10, d_head=4, d_inner=14, mem_len=6, attention="dense")
+    dense = dataclasses.replace(dense, same_length=True, clamp_len=3, reset_on=2)
     monkeypatch.setattr(kernels, "check", lambda device: None)  # no such device here: as it would compute
     monkeypatch.setattr(kernels, "attention", partial(kernels.attention, device="gpu", interpret=True))
     args = make_params(dense), make_ids(dense, 2, 8), make_mems(dense, 2, fill=[0, 3])
@@ -184,16 +177,6 @@ def test_the_model_computes_the_same_with_it(monkeypatch):
     assert worst(run(fused, *args), run(dense, *args)) < 2e-5
     programs = [str(jax.make_jaxpr(run, static_argnums=0)(cfg, *args)) for cfg in (fused, dense)]
     assert [program.count("relative_attention") > 0 for program in programs] == [True, False]
-
-
-@pytest.mark.parametrize("remat, kernels_of_a_layer", [("none", 4), ("dots", 4), ("full", 5)])
-def test_only_remat_full_runs_the_forward_kernel_again_in_the_backward_pass(remat, kernels_of_a_layer, monkeypatch):
-    monkeypatch.setattr(kernels, "check", lambda device: None)
-    monkeypatch.setattr(kernels, "attention", partial(kernels.attention, device="gpu"))
-    cfg = dataclasses.replace(MODEL, attention="pallas", remat=remat)
-    args = make_params(cfg), make_ids(cfg, 2, 8), make_ids(cfg, 2, 8), make_mems(cfg, 2)
-    program = jax.make_jaxpr(jax.grad(lambda *args: txl.loss_fn(*args, cfg)[0]))(*args)
-    assert str(program).count("= relative_attention[") == kernels_of_a_layer
 
 
 def test_what_it_cannot_do_is_refused_in_one_line(text, tmp_path):

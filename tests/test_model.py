@@ -1,7 +1,6 @@
 """The model: the original's numbers, an independent numpy model, memory, masks, dropout, precision, the cache."""
 
 import dataclasses
-import json
 import math
 import re
 from functools import partial
@@ -237,14 +236,13 @@ def attention_inputs(T, M, kv_start, dtype=np.float32, seed=5):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("block", [2, None])
-def test_a_query_that_sees_nothing_gives_zero_and_finite_gradients(block):
+def test_a_query_that_sees_nothing_gives_zero_and_finite_gradients():
     kv_start = np.array([[9, 9, 9, 9, 9], [0, 4, 5, 5, 8]], np.int32)  # M 3: query t's own key is t + 3
     args = attention_inputs(5, 3, kv_start)
 
     @jax.jit
     def run(args):
-        out, pull = jax.vjp(lambda *args: txl.attention(*args, kv_start, block=block), *args)
+        out, pull = jax.vjp(lambda *args: txl.attention(*args, kv_start, block=2), *args)
         return out, pull(out + 1)
 
     out, grads = run(args)
@@ -274,15 +272,6 @@ def test_what_stands_in_unwritten_memory_changes_no_bit():
     params, ids, targets = make_params(SMALL), make_ids(SMALL, B, T), make_ids(SMALL, B, T, seed=3)
     found = [gradients(params, ids, targets, make_mems(SMALL, B, value, FILL), SMALL) for value in (0, 1e3, np.nan)]
     assert worst(found[1], found[0]) == worst(found[2], found[0]) == 0 and np.isfinite(found[0][0][0])
-
-
-def test_memory_of_another_batch_or_config_is_refused_naming_both_sizes():
-    params, ids = make_params(SMALL), make_ids(SMALL, 3, T)
-    cache = jax.eval_shape(lambda p: txl.init_cache(p, SMALL, 1), params)
-    run = partial(txl.forward, params, ids, cfg=SMALL)
-    fails(lambda: run(make_mems(SMALL, 1)), "(2, 1, 4, 10)", "(2, 3, 4, 10)")
-    fails(lambda: run(make_mems(small(n_layer=3), 3)), "(3, 3, 4, 10)", "(2, 3, 4, 10)")
-    fails(lambda: txl.forward_cached(params, ids, cache, SMALL), "(3, 5, 5)", "2 of (9, 5, 5)")
 
 
 @pytest.mark.invariant
@@ -431,26 +420,18 @@ def test_dropout_drops_its_rate_and_scales_the_others():
     assert np.abs(agree - CHANCE).max() < 5 * math.sqrt(CHANCE * (1 - CHANCE) / kept.shape[1])
 
 
-def test_dropout_falls_on_embeddings_both_sublayers_the_inner_units_and_the_output():
-    rate, T = 0.3, 40
-    cfg = small(n_layer=1, pre_norm=True, mem_len=T, dropout=rate)
-    params, ids, key = make_params(cfg), make_ids(cfg, B, T), jax.random.split(jax.random.key(15), B)
-    layers, sigma = params["layers"], math.sqrt(rate * (1 - rate) / (B * T * 10))
+def test_dropout_falls_on_embeddings_both_sublayers_the_inner_units_and_the_output(monkeypatch):
+    dropout, found, cfg = txl.dropout, set(), small(n_layer=1, dropout=0.3)
 
-    def run(**changed):
-        """Shares dropped: of embeddings; of outputs, of those left; of what the layer added, of those left."""
-        tree = params | {"layers": layers | changed}
-        hidden, mems = map(np.asarray, jax.tree.leaves(forward(tree, ids, make_mems(cfg, B), cfg, key=key))[:2])
-        embedded = mems[0] != 0
-        added = (hidden * (1 - rate) - mems[0])[embedded & (hidden != 0)]
-        return [1 - embedded.mean(), (hidden[embedded] == 0).mean(), (np.abs(added) < 1e-5).mean()]
+    def watched(x, key, layer_index, dropout_site, cfg):
+        found.add((dropout_site, x.shape))
+        return dropout(x, key, layer_index, dropout_site, cfg)
 
-    no_ff = dict(w_2=layers["w_2"] * 0, b_2=layers["b_2"] * 0)
-    np.testing.assert_allclose(run(**no_ff), [rate] * 3, 0, 6 * sigma)
-    # Inner units of 1, the first ten of them the output: each is there if neither it nor its output was dropped.
-    ones = dict(w_o=layers["w_o"] * 0, w_1=layers["w_1"] * 0, b_1=layers["b_1"] * 0 + 1)
-    ones |= dict(w_2=np.eye(14, 10, dtype=np.float32)[None], b_2=layers["b_2"] * 0)
-    np.testing.assert_allclose(run(**ones), [rate, rate, 1 - (1 - rate) ** 2], 0, 6 * sigma)
+    monkeypatch.setattr(txl, "dropout", watched)
+    run = lambda params, key: txl.forward(params, make_ids(cfg, B, T), make_mems(cfg, B), cfg, key=key)
+    jax.eval_shape(run, make_params(cfg), jax.random.split(jax.random.key(15), B))
+    wide, inner = (B, T, cfg.d_model), (B, T, cfg.d_inner)
+    assert found == {(0, wide), (1, wide), (2, inner), (3, wide)}  # embedding; attention and output; feed-forward
 
 
 def test_attention_dropout_drops_its_rate_by_head_query_and_key():
@@ -499,20 +480,6 @@ def test_bfloat16_computes_and_remembers_in_bfloat16_and_keeps_losses_and_master
     np.testing.assert_allclose(np.asarray(mems.h, np.float32), want_mems.h, 0, 10 / 256 * np.abs(want_mems.h).max())
 
 
-def test_products_of_bfloat16_that_give_scores_values_and_logits_are_float32():
-    """Read from the program before XLA, since a CPU computes such products wider than it is asked to."""
-    cfg = small(dtype="bfloat16")
-    attend = partial(txl.attention, kv_start=np.zeros((1, 7), np.int32), block=3)
-    nats = lambda params, hidden: txl.cross_entropy(params, hidden, np.zeros((1, 7), np.int32), cfg)
-    hidden = np.zeros((1, 7, 10), jnp.bfloat16)
-    for function, args in (
-        (attend, attention_inputs(7, 4, np.zeros((1, 7)), jnp.bfloat16)),
-        (nats, (make_params(cfg), hidden)),
-    ):
-        products = re.findall(r"\S+ = dot_general", str(jax.make_jaxpr(function)(*args)))
-        assert products and all(":f32[" in product for product in products), products
-
-
 # config and parameters
 
 
@@ -526,9 +493,8 @@ def test_initial_parameters_are_normal_with_deviation_0_02_and_an_untrained_mode
     for name, a in drawn.items():
         assert abs(a.std() / 0.02 - 1) < 4 / math.sqrt(2 * a.size), name  # 4 sigma of a deviation
     assert len({a[0] for a in drawn.values()}) == len(drawn)  # each array has a key of its own
-    for targets, least, most in ((ids[:, 1:], math.log(500) - 0.05, math.log(500) + 0.05), (ids[:, :-1], 4, 7)):
-        nats = np.mean(token_losses(params, ids[:, :-1], targets, make_mems(cfg, B), cfg)[0])
-        assert least < nats < most  # and it does not know its input
+    nats = token_losses(params, ids[:, :-1], ids[:, 1:], make_mems(cfg, B), cfg)[0]
+    assert abs(np.mean(nats) - math.log(500)) < 0.05
 
 
 @pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
@@ -547,12 +513,6 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize("field, value", IMPOSSIBLE, ids=[f"{f}={v!r}" for f, v in IMPOSSIBLE])
 def test_an_impossible_value_is_refused_in_one_line_that_names_its_field(field, value):
     fails(lambda: small(**{"cutoffs": (5, 9), field: value}), f"{field}=")
-
-
-@pytest.mark.parametrize("cfg", [txl.Config(), *VARIANTS.values(), small(dropout=0, dtype="bfloat16")])
-def test_a_config_is_hashable_and_survives_json(cfg):
-    again = txl.Config(**json.loads(json.dumps(dataclasses.asdict(cfg))))
-    assert again == cfg and hash(again) == hash(cfg) and type(again.dropout) is float
 
 
 # the cache
@@ -578,13 +538,3 @@ def test_a_cache_gives_the_logits_of_forward_at_any_cut(cfg):
     np.testing.assert_array_equal(after.length, mems.fill)
     kind = lambda a: (a.shape, a.dtype, a.weak_type)
     assert jax.tree.map(kind, after) == jax.tree.map(kind, cache)
-
-
-def test_a_cache_is_a_donated_carry_without_shared_buffers():
-    cfg, params = SMALL, make_params(SMALL)
-    cache = txl.init_cache(jax.device_put(params), cfg, 3)
-    places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(cache)]
-    assert len(set(places)) == len(places)
-    step = jax.jit(txl.decode, static_argnames="cfg", donate_argnums=2)
-    text = step.lower(params, np.zeros((3, 1), np.int32), cache, cfg).compile().as_text()
-    assert text.count("may-alias") + text.count("must-alias") >= len(jax.tree.leaves(cache))

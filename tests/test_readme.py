@@ -8,9 +8,11 @@ import shlex
 import string
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from conftest import make_params
-from runs import TEXT, call, stand_in
+from runs import TEXT, call, random_model, stand_in
 from test_import import CONFIG, foreign, safetensors
 
 import sample
@@ -110,6 +112,21 @@ def test_every_command_runs_in_the_order_of_the_readme(tmp_path, monkeypatch):
     published(tmp_path / "transfo-xl-wt103")
     ran = [run(command, monkeypatch) for command in commands(LINES)]
     assert len(ran) > 6 and set(ran) == {None, *MAINS.values()}
+
+
+def test_its_python_loads_a_run_scores_a_string_generates_and_shows_the_states_of_every_layer(tmp_path, monkeypatch):
+    cfg = txl.Config(n_layer=2, n_head=2, d_model=16, d_head=6, d_inner=20, mem_len=9)
+    random_model(cfg, tmp_path / "runs" / "my-1")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    found = {}
+    exec(code, found)
+    ids, states, weights = (found[name] for name in ("ids", "states", "weights"))
+    assert states.shape == (3, 1, 19, 16) and len(found["text"]) == 100 and isinstance(weights["u"], np.ndarray)
+    assert (states[0] == txl.embed(weights, ids, cfg)).all() and (found["mems"].h == states[:-1, :, -9:]).all()
+    want = txl.cross_entropy(weights, states[-1, :, :-1], ids[:, 1:], cfg)[0]
+    np.testing.assert_allclose(found["nats"], want, atol=1e-5)  # rounding of two float32 paths
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found["params"]))
 
 
 @pytest.mark.parametrize("recipe", KINDS, ids=lambda path: path.stem)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import BYTE, CHAR, COMPILED, WORD, call, random_model, refused
+from runs import BYTE, CHAR, WORD, call, random_model, refused
 
 import sample
 import txl
@@ -45,9 +45,6 @@ def ids_of(run, *words, **flags):
     outcome = call(sample.main, *words, run=run, json=True, **flags)
     assert outcome.code is None, outcome
     return [entry["ids"] for entry in outcome.entries()]
-
-
-# the draw
 
 
 def how(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -107,21 +104,12 @@ def test_draws_have_the_probabilities_of_the_logits_and_the_temperature():
         np.testing.assert_allclose(share, p / p.sum(), atol=4 * 0.5 / n**0.5)  # four deviations of a share
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}])
-def test_logits_that_are_not_finite_draw_minus_1_and_never_an_id(options):
-    for logits in ([1, np.nan, 3, 2], [1, np.inf, 3, 2], [-np.inf] * 4):
-        assert (draws(np.float32(logits), how=how(**options)) == -1).all()
-
-
 def test_a_checkpoint_with_nan_stops_with_a_message_instead_of_a_text(tmp_path):
     def spoil(params):
         params["out_bias_0"][5] = np.nan
 
     run = model(tmp_path / "run", change=spoil)
     refused(call(sample.main, run=run, prompt="ab", n_tokens=3), "token 1", "not finite")
-
-
-# prompts
 
 
 forward = jax.jit(lambda params, *args: txl.forward(params, *args), static_argnums=3)
@@ -146,14 +134,6 @@ def test_a_prompt_of_any_length_is_read_as_evaluation_reads_it_also_past_mem_len
     assert ids == jax.vmap(lambda *args: sample.sample_next_token(*args, how()))(logits, keys).tolist()
     (likely,) = ids_of(byte, prompt=TEXT[:length].decode(), n_tokens=1, temperature=0)
     assert likely == [logits[0].argmax()]
-
-
-def test_prompts_of_1_to_40_characters_seeds_and_lengths_compile_one_decode_step_and_one_prefill(byte):
-    ids_of(byte, prompt=TEXT[:20].decode(), n_tokens=3)
-    compiled = len(COMPILED)
-    for length in range(1, 41):
-        ids_of(byte, prompt=TEXT[:length].decode(), n_tokens=length % 7 + 1, seed=length)
-    assert len(COMPILED) == compiled
 
 
 def test_a_text_belongs_to_prompt_and_seed_whatever_was_before_and_beside_it_and_drops_nothing(tmp_path, byte):
@@ -190,9 +170,6 @@ def test_a_prompt_from_a_file_is_its_bytes_as_they_are_or_with_lines_each_line_a
     (tmp_path / "z").write_bytes(gzip.compress(TEXT))
     for name, word in (("none.txt", "No such file"), ("z", "gzip")):
         refused(call(sample.main, run=byte, prompt_file=tmp_path / name), tmp_path / name, word)
-
-
-# several prompts, samples, devices
 
 
 def test_prompts_of_any_lengths_together_give_each_the_text_that_it_gives_alone(byte):
@@ -241,9 +218,6 @@ def test_what_follows_a_separator_does_not_depend_on_what_was_before(byte):
     for options, same in ((dict(reset_on="\n"), True), ({}, False)):
         a, b = (ids_of(byte, prompt=f"{text}\nbe", n_tokens=30, **options) for text in ("alpha", "no gamma, no"))
         assert (a == b) == same
-
-
-# what is printed
 
 
 def printed(blocks, prompt=b"", vocab=BYTE, **options):

@@ -100,9 +100,7 @@ def test_running_out_of_memory_ends_with_the_plan_the_largest_arrays_and_the_fla
     monkeypatch.setattr(plan, "candidates", lambda cfg, run, rows: [(cfg, run)])
     outcome = call(train.main, data=text, out=tmp_path / "run", **TINY)
     assert outcome.code.startswith("train.py: out of memory") and "\n" not in outcome.code
-    hints = "full, --attention chunked, --loss_chunk 1024, --layer_rows 1, --dtype bfloat16, .*--batch, "
-    hints += ".*--mem_len or model .*--d_model.*--eval_b"
-    assert re.search(hints, outcome.code)
+    assert re.search("full, --attention .*--loss_chunk .*--layer_rows .*--dtype bf.*--batch.*--eval_b", outcome.code)
     assert "allocate 9 bytes" in outcome.err and "largest arrays" in outcome.err and "MiB on each device" in outcome.out
 
 
@@ -124,9 +122,3 @@ def test_evaluation_has_one_copy_of_the_parameters():
     apart = jax.eval_shape(lambda params: txl.unstack(params, cfg), params)  # as an evaluation alone has them
     total, size = train.xla_total(train.make_eval_step(cfg).lower(apart, *rest).compile()), train.nbytes(params)
     assert size < total < 1.15 * size  # 1.06, of which logits 0.06
-
-
-def test_the_plan_has_pallas_only_where_it_is_asked_for():
-    for cfg in (txl.Config(attention="pallas"), txl.Config()):
-        found = {setting.attention for setting, _ in plan.candidates(cfg, train.TrainConfig(), 4)}
-        assert ("pallas" in found) == (found == {"pallas"}) == (cfg.attention == "pallas")

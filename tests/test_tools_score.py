@@ -46,9 +46,6 @@ def tokens(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# the numbers
-
-
 @partial(jax.jit, static_argnums=4)
 def forward(params, ids, targets, mems, cfg):
     nats, _ = txl.token_losses(params, ids, targets, mems, cfg)
@@ -111,9 +108,6 @@ def test_sums_are_over_tokens_and_bytes_of_all_files_and_those_of_the_token_line
     assert [entry["bytes"] for entry in (*entries, total)] == [13, 3, 5, 21]
 
 
-# the page
-
-
 def test_the_page_holds_every_character_once_in_order_with_the_bits_of_its_bytes(byte, tmp_path):
     (path,) = files(tmp_path, TEXT + b"line <i>\n" * 700)
     entry, _ = scored(byte, path, html=tmp_path / "p.html", per_token=tmp_path / "t").entries()
@@ -128,9 +122,6 @@ def test_the_page_holds_every_character_once_in_order_with_the_bits_of_its_bytes
     assert shown[at - 1] == pytest.approx(sum(bits[at : at + 4]), abs=0.006)  # é is two bytes; printed with two digits
     assert sum(shown) == pytest.approx(sum(bits), abs=0.005 * len(bits))
     assert str(path) in source and f"{entry['bpb']:.4f} bits" in source
-
-
-# what goes wrong
 
 
 def test_a_bad_file_or_path_is_one_line_and_nothing_is_scored_or_written(byte, tmp_path):
