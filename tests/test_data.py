@@ -122,12 +122,11 @@ def test_a_vocabulary_survives_json_and_a_broken_one_or_options_that_cannot_appl
     one_line(("min_count=2", "word only"), tok.build, "char", b"a", min_count=2)
 
 
-def test_the_built_in_corpus_is_the_standard_library_of_this_python(tmp_path):
+def test_the_built_in_corpus_is_the_standard_library_of_this_python():
     corpus, text = prepare.load(), prepare.builtin_text()
     assert text_of(corpus) == text and b"\r\n" not in text and len(text) > 5e6
     assert corpus.sha256 == hashlib.sha256(text).hexdigest() and sum(corpus.n_bytes.values()) == len(text)
     assert sys.version.split()[0] in corpus.source and corpus.name == "stdlib" and b"def namedtuple(" in text
-    one_line(("0 bytes", "--data FILE", tmp_path), prepare.builtin_text, tmp_path)
 
 
 def test_files_are_joined_in_order_and_split_90_5_5_and_bytes_are_kept(tmp_path):

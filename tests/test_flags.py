@@ -74,7 +74,6 @@ TRAINING = (
     ("--resume auto", "--out"),
     ("my.txt", "write --data my.txt "),
     ("--data a.txt b.txt", "python -m data.prepare FILE FILE --out DIR"),
-    ("--pre_norm --no-pre_norm", "--pre_norm is given 2 times"),
 )
 SAMPLING = (
     ("--run model --prompt a --prompt_file text.txt", "prompt", "prompt_file"),

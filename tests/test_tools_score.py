@@ -130,7 +130,6 @@ def test_a_bad_file_or_path_is_one_line_and_nothing_is_scored_or_written(byte, t
     before = sorted(tmp_path.iterdir())
     for run, bad, words in (
         (byte, tmp_path / "none.txt", ["none.txt", "No such file"]),
-        (byte, empty, ["holds no token"]),
         (char, spaces, ["'", "character index 0", "--tokenizer byte"]),
     ):
         outcome = scored(run, good, bad, per_token=tmp_path / "t", html=tmp_path / "h")
