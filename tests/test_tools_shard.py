@@ -24,7 +24,7 @@ from data import checkpoint
 pytestmark = pytest.mark.usefixtures("shared_steps")
 # 7 tokens: the bias of the output has 7 elements, which nothing but 1 and 7 divides.
 SIZES = dict(n_token=7, n_layer=5, n_head=2, d_model=30, d_head=11, d_inner=94, mem_len=6)
-CFG = txl.Config(**SIZES, dropout=0.2, dropatt=0.1, attention="dense", remat="none")
+CFG = txl.Config(**SIZES, dropout=0.2, dropatt=0.1, attention="dense")
 FULL = replace(CFG, remat="full", attention="chunked", attn_block=4, layer_rows=1)
 SIZES = dict(batch=8, tgt_len=9, steps=10, warmup=2, clip=0.25, mem_reset=0.1)
 ADAMW = train.TrainConfig(**SIZES, optimizer="adamw", lr=2e-3)
