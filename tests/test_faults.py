@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from runs import NOISY, call, log, raw, refused, saved_run, spy, stopped
 
+import sample
 import train
 import txl
 from data import checkpoint
@@ -32,6 +33,14 @@ def fit(tmp_path, text):
     fit.folder = tmp_path / "run"
     fit.flags = dict(data=text, out=fit.folder, **BASE)
     return fit
+
+
+def test_a_damaged_file_ends_a_script_in_one_line_with_the_good_one_beside_it(tmp_path):
+    for name in ("best.npz", "last.npz"):
+        checkpoint.save(tmp_path / name, {}, {"run": {"step": 1}})
+    (tmp_path / "best.npz").write_bytes((tmp_path / "best.npz").read_bytes()[:-30])
+    for main, flag in ((sample.main, "run"), (train.main, "init")):
+        refused(call(main, **{flag: tmp_path}), tmp_path / "best.npz", "damaged", f"give {tmp_path / 'last.npz'}")
 
 
 def test_a_run_in_a_folder_that_another_one_writes_to_is_refused(fit):

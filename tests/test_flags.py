@@ -72,8 +72,10 @@ TRAINING = (
     ("--resume model --init model", "resume", "init"),
     ("--run model", "run", "--eval_only"),
     ("--resume auto", "--out"),
+    ("--batch_size 8", "write --batch "),
     ("my.txt", "write --data my.txt "),
     ("--data a.txt b.txt", "python -m data.prepare FILE FILE --out DIR"),
+    ("--pre_norm --no-pre_norm", "--pre_norm is given 2 times"),
 )
 SAMPLING = (
     ("--run model --prompt a --prompt_file text.txt", "prompt", "prompt_file"),
