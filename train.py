@@ -73,7 +73,7 @@ class TrainConfig:
     lr_min: float = 0.0  # linear, cosine: where the learning rate ends, as a share of the peak
     warmup: int = 50  # steps from 0 to the peak
     schedule: str = "linear"  # after the warm-up: linear or cosine (to lr_min), inv_sqrt or constant
-    momentum: float = 0.95  # Muon's; 0.8 to 0.9 is better in runs of few steps
+    momentum: float = 0.95  # muon: decay of the mean of the gradients; 0.8 to 0.9 is better in runs of few steps
     beta2: float = 0.99  # Adam's second decay rate
     weight_decay: float = 0.01  # adamw, muon: decay of the weights, times the learning rate
     clip: float = 1.0  # largest global norm of the gradient
@@ -347,8 +347,9 @@ def make_optimizer(run, layout):
     lr, clip = make_schedule(run), layout.clip_by_global_norm(run.clip)
     if run.optimizer == "muon":
         # consistent_rms: updates of a matrix are as large as Adam's, so that one learning rate serves both.
-        options = dict(beta=run.momentum, weight_decay=run.weight_decay, consistent_rms=0.2)
-        options |= dict(adam_b2=run.beta2, ns_coeffs=NS_COEFFS)
+        options = dict(
+            beta=run.momentum, adam_b2=run.beta2, weight_decay=run.weight_decay, consistent_rms=0.2, ns_coeffs=NS_COEFFS
+        )
         muon = layout.muon(lr, **options, muon_weight_dimension_numbers=muon_dimension_numbers)
         return optax.chain(clip, muon)
     decay = optax.identity()

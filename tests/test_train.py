@@ -316,6 +316,15 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused_in_one_line(base, tmp_pa
         refused(call(train.main, resume=base.folder, **flags), *words)
 
 
+@pytest.mark.parametrize("flag", ["resume", "init", "run"])
+def test_a_path_without_a_checkpoint_is_an_error_and_never_a_fresh_start(flag, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    only = ["--eval_only"] if flag == "run" else []
+    for path in (tmp_path / "nowhere", tmp_path):
+        refused(call(train.main, *only, data=text, **{flag: path}), path, "no checkpoint")
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_that_cannot_be_used_is_refused_in_one_line_before_anything_compiles(tmp_path):
     compiled = len(COMPILED)
     for data, *words in (

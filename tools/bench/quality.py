@@ -36,11 +36,11 @@ SIZES = dict(n_layer=3, n_head=4, d_model=128, d_head=32, d_inner=512, mem_len=3
 RUN = dict(tgt_len=32, batch=32, lr=0.012, momentum=0.8, warmup=20)
 GPT = dict(n_layer=4, n_head=4, d_model=128, context=WINDOW, batch=12, warmup=100, optimizer="adamw", lr=1e-3,
            lr_min=0.1, betas=(0.9, 0.99), weight_decay=0.1, clip=1.0)  # nanoGPT's laptop setting # fmt: skip
-# `steps`: those that there is time for while the clock makes its 2,000, by `pace`. Ours: fields of txl.Config, under
+# `steps`: no more than there is time for while the clock makes its 2,000, see `pace`. Ours: fields of txl.Config, under
 # "run" those of train.TrainConfig. Without memory a segment is as long as a window, with as many tokens in a step.
 MODELS = {
     "gpt": {"steps": 2000, **GPT},  # the clock
-    "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 8e-3, "momentum": 0.9},
+    "gpt_muon": {"steps": 1400, **GPT, "optimizer": "muon", "lr": 8e-3},
     "ours": {"steps": 900, **SIZES, "run": RUN},
     "ours_fifth": {"steps": 250, **SIZES, "n_layer": 2, "run": {**RUN, "lr": 0.02}},  # at most a fifth of that time
     "ours_no_memory": {"steps": 900, **SIZES, "mem_len": 0, "run": {**RUN, "tgt_len": 64, "batch": 16}},
@@ -213,7 +213,7 @@ def gpt_optimizers(torch, params, gpt):
     ]
     optimizers = [torch.optim.AdamW(groups, lr=gpt["lr"], betas=gpt["betas"])]
     if muon:
-        optimizers.append(torch.optim.Muon(muon, gpt["lr"], decay, gpt["momentum"], adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(torch.optim.Muon(muon, gpt["lr"], weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
