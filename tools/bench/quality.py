@@ -213,6 +213,7 @@ def gpt_optimizers(torch, params, gpt):
     ]
     optimizers = [torch.optim.AdamW(groups, lr=gpt["lr"], betas=gpt["betas"])]
     if muon:
+        torch.Tensor.bfloat16 = torch.Tensor.clone  # torch's computes in bfloat16, which many CPUs only emulate
         optimizers.append(torch.optim.Muon(muon, gpt["lr"], weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
