@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+gc.disable()  # a fifth of the time: traces are many small objects, and jax does more whenever Python collects
 FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4"
 if version("jax").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # compiles 3 times as fast; later versions have one emitter only

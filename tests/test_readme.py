@@ -30,6 +30,7 @@ MAINS = {"python train.py": train.main, "python sample.py": sample.main, "python
 MAINS |= {"python -m data.import_checkpoint": import_checkpoint.main}
 RECIPES = sorted(ROOT.glob("tools/recipes/*.sh"))
 KINDS = [ROOT / "tools" / "recipes" / f"{name}.sh" for name in ("enwik8-base", "wikitext-103-base")]  # bytes and words
+SYMBOLS = string.printable + "".join(map(chr, range(200, 356)))  # 256, as many as there are bytes
 SIZES = dict(n_layer=1, n_head=2, d_model=8, d_head=3, d_inner=12, mem_len=5, tgt_len=16, batch=2, devices=1)
 
 
@@ -43,8 +44,9 @@ def small(words):
         return dict(n_tokens=5)
     if words[1] != "train.py":
         return {}
-    quick = dict(eval_batch=64, schedule="constant")  # runs share a program
-    quick |= dict(remat="none", attention="dense", mem_reset=0)  # and compile less
+    quick = dict(eval_batch=64, remat="none", attention="dense")  # compile less
+    # Runs share a program.
+    same = dict(schedule="constant", lr=2e-3, warmup=0, beta2=0.9, clip=0.25, mem_reset=0, dropout=0, dropatt=0)
     quick = {name: value for name, value in quick.items() if f"--{name}" not in words}
     if "--eval_only" in words:  # the model's sizes are the checkpoint's
         return quick | dict(devices=1, mem_len=7, tgt_len=16) | (dict(clamp_len=3) if "--clamp_len" in words else {})
@@ -52,7 +54,7 @@ def small(words):
     quick |= dict(d_model=64, cutoffs="3,5,7") if "--cutoffs" in words else {}  # wide enough for div_val 4
     quick |= dict(json=True) if len(words) > 2 else {}  # no sample to compile
     quick |= dict(optimizer="adam") if "--optimizer" not in words else {}  # compiles faster than muon
-    return SIZES | quick | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
+    return SIZES | quick | same | dict(steps=4 if "--resume" in words else 2, eval_tokens=500)
 
 
 def have(name, monkeypatch):
@@ -93,7 +95,7 @@ def run(command, monkeypatch):
         return None
     for name in words:
         if name.endswith(".txt") and not Path(name).exists():
-            Path(name).write_bytes(string.printable.encode() + TEXT)
+            Path(name).write_text(SYMBOLS + TEXT.decode(), encoding="utf-8", newline="")
     if words[3:] and words[3] in CORPORA:
         have(words[3], monkeypatch)
     flags = small(words)

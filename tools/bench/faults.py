@@ -1,7 +1,8 @@
 """Faults and random input, tried on purpose. Whole: 40 minutes on 2 cores; --tiny: a minute.
 
 save: a process that saves checkpoints in a loop is killed at random moments. signals: a training run is told to stop,
-at random moments. long: memory and compiled programs over 5,000 steps and 200,000 generated tokens.
+at random moments. processes: of two that train together one is killed, then both go on. long: memory and compiled
+programs over 5,000 steps and 200,000 generated tokens.
 data, prompt, vocabulary, log, checkpoint: random input of this kind, seeded: a case is right if the script works or
 ends in one line: no traceback, no hang, nothing written outside of the case's folder, nothing run.
 """
@@ -15,6 +16,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -130,6 +132,39 @@ def signals(trials, seed=0):
             newest = checkpoint.load(checkpoint.latest_checkpoint(at / "run")) if files else None
             counts["newest_loads"] += newest is not None
         yield counts
+
+
+def processes(trials, seed=0):
+    """Yields counts of pairs of processes that train together until one is killed: the other ends, both then go on."""
+    draw = random.Random(seed)
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # and no cache of programs: jax saves
+    # those of process 0 alone, which then waits for the other's compiler, on CPUs no longer than 30 seconds
+    counts = dict(what="kill -9 of one of two processes", trials=trials, trained=0, other_ended=0, told_how_to_go_on=0)
+    at = Path(tempfile.mkdtemp())
+    write_text(at / "text.txt")
+    flags = FLAGS | dict(data=at / "text.txt", eval_every=20, steps=10**6, n_processes=2, shard="params", shard_group=2)
+    del flags["devices"]
+    newest = lambda: checkpoint.load(checkpoint.latest_checkpoint(at / "run")).run["step"]
+    start, before = "out", 0
+    for _ in range(trials):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            words = argv(**flags, **{start: at / "run"}, coordinator=f"127.0.0.1:{s.getsockname()[1]}")
+        pipes = dict(cwd=harness.ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        pair = [subprocess.Popen([sys.executable, "train.py", *words, "--process_id", i], **pipes) for i in "01"]
+        while all(child.poll() is None for child in pair):
+            time.sleep(0.1)
+            if (at / "run" / "best.npz").exists() and newest() > before:
+                break
+        time.sleep(draw.uniform(0, 2))
+        dies = draw.randrange(2)
+        pair[dies].send_signal(signal.SIGKILL)
+        err = pair[1 - dies].communicate()[1]
+        counts["trained"] += newest() > before
+        counts["other_ended"] += pair[1 - dies].returncode != 0
+        counts["told_how_to_go_on"] += f"--resume {at / 'run'}" in err
+        start, before = "resume", newest()
+    yield counts
 
 
 def long(trials):
@@ -375,8 +410,8 @@ def fuzz(kind, cache, trials, first):
 
 
 CASES = dict(data=data_case, prompt=prompt_case, vocabulary=vocabulary_case, log=log_case, checkpoint=checkpoint_case)
-PARTS = dict(save=save, signals=signals, long=long, **CASES)
-TRIALS = dict(save=200, signals=12, long=5, **dict.fromkeys(CASES, 500))
+PARTS = dict(save=save, signals=signals, processes=processes, long=long, **CASES)
+TRIALS = dict(save=200, signals=12, processes=6, long=5, **dict.fromkeys(CASES, 500))
 
 
 def main(args=None):
