@@ -28,7 +28,7 @@ import pytest  # noqa: E402
 import txl  # noqa: E402
 
 SHARED = {}  # what `shared_steps` made
-SECOND = ("import", "kernels", "model", "readme", "recall", "sample")
+SECOND = ("import", "kernels", "model", "recall", "sample")
 SECOND += ("tools_hacks", "tools_plan", "tools_score")
 collect_ignore_glob = [] if (Path(__file__).parents[1] / "tools").exists() else ["test_tools_*.py", "test_readme.py"]
 REFERENCE = Path(__file__).parent / "reference"
