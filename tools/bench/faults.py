@@ -1,4 +1,4 @@
-"""Faults and random input, tried on purpose. Whole: 40 minutes on 2 cores; --tiny: a minute.
+"""Faults and random input, tried on purpose. Whole: 45 minutes on 2 cores; --tiny: two.
 
 save: a process that saves checkpoints in a loop is killed at random moments. signals: a training run is told to stop,
 at random moments. processes: of two that train together one is killed, then both go on. long: memory and compiled
@@ -137,8 +137,9 @@ def signals(trials, seed=0):
 def processes(trials, seed=0):
     """Yields counts of pairs of processes that train together until one is killed: the other ends, both then go on."""
     draw = random.Random(seed)
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # and no cache of programs: jax saves
-    # those of process 0 alone, which then waits for the other's compiler, on CPUs no longer than 30 seconds
+    # No cache of programs: jax saves those of process 0 alone, which then waits for the other to compile, on CPUs for
+    # 30 seconds at most.
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     counts = dict(what="kill -9 of one of two processes", trials=trials, trained=0, other_ended=0, told_how_to_go_on=0)
     at = Path(tempfile.mkdtemp())
     write_text(at / "text.txt")
@@ -164,6 +165,7 @@ def processes(trials, seed=0):
         counts["other_ended"] += pair[1 - dies].returncode != 0
         counts["told_how_to_go_on"] += f"--resume {at / 'run'}" in err
         start, before = "resume", newest()
+    shutil.rmtree(at)
     yield counts
 
 
